@@ -1,0 +1,79 @@
+"""Parallel layouts as pure numbers: where a global rank sits, and which layers a pipeline stage holds.
+
+Rank order is Megatron's tp-cp-ep-dp-pp: tensor parallel is fastest, pipeline slowest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """Position of one rank in a layout."""
+
+    tp: int
+    cp: int
+    dp: int
+    pp: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A training layout over `world` ranks; dp = world / (tp cp pp)."""
+
+    world: int
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int = 1
+    vpp: int = 1
+
+    def __post_init__(self) -> None:
+        model = self.tp * self.pp * self.cp
+        if self.world % model:
+            raise ValueError(f"{self.world} ranks are no multiple of tp {self.tp} x pp {self.pp} x cp {self.cp} = {model}")
+
+    @property
+    def dp(self) -> int:
+        return self.world // (self.tp * self.pp * self.cp)
+
+    def coordinates(self, rank: int) -> Coordinates:
+        tp, rest = rank % self.tp, rank // self.tp
+        cp, rest = rest % self.cp, rest // self.cp
+        return Coordinates(tp=tp, cp=cp, dp=rest % self.dp, pp=rest // self.dp)
+
+    def rank(self, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
+        return tp + self.tp * (cp + self.cp * (dp + self.dp * pp))
+
+    def collect_ranks(self) -> list[int]:
+        """For each dp rank the rank whose output stands for it: last pipeline stage, tp 0, cp 0 (the paper's 3D_PROTO)."""
+        return [self.rank(dp=d, pp=self.pp - 1) for d in range(self.dp)]
+
+
+def stage_layers(layers: int, pp: int, vpp: int = 1) -> list[list[list[int]]]:
+    """Global layer numbers (from 0) of stage p, virtual chunk v: result[p][v]. Layers must divide pp * vpp."""
+    if layers % (pp * vpp):
+        raise ValueError(f"{layers} layers do not divide into pp {pp} x vpp {vpp} chunks")
+    size = layers // (pp * vpp)
+    return [[list(range((v * pp + p) * size, (v * pp + p + 1) * size)) for v in range(vpp)] for p in range(pp)]
+
+
+@dataclass(frozen=True)
+class GenerationLayout:
+    """A generation layout: tensor parallel `tp` inside each of `world / tp` engine replicas.
+
+    groups[g] lists the global ranks of replica g in tensor-parallel order.
+    """
+
+    world: int
+    tp: int
+    groups: tuple[tuple[int, ...], ...]
+
+    def position(self, rank: int) -> tuple[int, int]:
+        """(replica, tensor-parallel rank) of a global rank."""
+        for replica, group in enumerate(self.groups):
+            if rank in group:
+                return replica, group.index(rank)
+        raise ValueError(f"rank {rank} is in no generation group of {self.groups}")

@@ -1,0 +1,54 @@
+"""Errors a user can meet. Each message names the value, the place and the fix.
+
+`EXIT_CODE` of a class is the process exit code: 2 for what the user can correct before a run, 1 for what failed in it.
+"""
+
+from __future__ import annotations
+
+
+class HybridFlowError(Exception):
+    """Base of every error hybridflow raises on purpose."""
+
+    EXIT_CODE = 1
+
+
+class ConfigError(HybridFlowError):
+    """One or more settings cannot work. `problems` lists all of them."""
+
+    EXIT_CODE = 2
+
+    def __init__(self, problems: str | list[str]) -> None:
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        super().__init__("\n".join(self.problems))
+
+
+class DataError(HybridFlowError):
+    """A data file is missing, malformed or lacks a column."""
+
+    EXIT_CODE = 2
+
+
+class ModelError(HybridFlowError):
+    """A checkpoint is missing, incomplete or of an unsupported family."""
+
+    EXIT_CODE = 2
+
+
+class RewardError(HybridFlowError):
+    """A reward function raised, timed out, or returned something that is no reward."""
+
+
+class PhaseError(HybridFlowError):
+    """A worker was called in a phase that does not allow the call."""
+
+
+class NumericsError(HybridFlowError):
+    """A loss, gradient or metric is NaN or infinite."""
+
+
+class WorkerError(HybridFlowError):
+    """A worker process failed; carries the first cause with role, rank and traceback."""
+
+
+class RunIncompleteError(HybridFlowError):
+    """The run ended before the steps it was asked for."""

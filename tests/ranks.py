@@ -1,0 +1,117 @@
+"""Real ranks for tests: a pool of processes with one gloo world, shared by many tests.
+
+    with RankPool(4) as pool:
+        results = pool.run(function, *args)      # function(*args) on every rank; list of the results by rank
+
+The function must be importable (top level of a test module). The first rank that raises ends the pool: its traceback is
+the failure, the others are killed, and nothing waits for a collective that will never complete.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+
+
+class RankFailure(AssertionError):
+    """A rank raised; the message is its traceback."""
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def _serve(rank: int, world: int, port: int, pipe: Connection) -> None:
+    os.environ.update(ENVIRONMENT, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
+                      MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    import datetime
+
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
+    while True:
+        job = pipe.recv()
+        if job is None:
+            os._exit(0)  # engines of other libraries hold threads that would block a normal exit
+        function, args = job
+        try:
+            pipe.send((True, function(*args)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+
+
+class RankPool:
+    """`world` processes that stay alive between calls, so that imports and process groups are paid once."""
+
+    def __init__(self, world: int, timeout: float = 240.0) -> None:
+        self.world, self.timeout = world, timeout
+        context, port = multiprocessing.get_context("spawn"), free_port()
+        self.pipes, self.processes = [], []
+        for rank in range(world):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, world, port, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def run(self, function: Callable, *args: Any, timeout: float | None = None) -> list[Any]:
+        for pipe in self.pipes:
+            pipe.send((function, args))
+        results: dict[int, Any] = {}
+        deadline = time.monotonic() + (timeout or self.timeout)
+        while len(results) < self.world:
+            pending = [p for r, p in enumerate(self.pipes) if r not in results]
+            ready = wait(pending, timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                self.close(kill=True)
+                raise RankFailure(f"no answer in time from ranks {[r for r in range(self.world) if r not in results]}")
+            for pipe in ready:
+                rank = self.pipes.index(pipe)
+                try:
+                    good, value = pipe.recv()
+                except EOFError:
+                    good, value = False, f"rank {rank} died"
+                if not good:
+                    self.close(kill=True)
+                    raise RankFailure(f"rank {rank}:\n{value}")
+                results[rank] = value
+        return [results[rank] for rank in range(self.world)]
+
+    def close(self, kill: bool = False) -> None:
+        for process, pipe in zip(self.processes, self.pipes):
+            if kill:
+                process.kill()
+            else:
+                try:
+                    pipe.send(None)
+                except OSError:
+                    pass
+        for process in self.processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
