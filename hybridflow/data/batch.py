@@ -112,7 +112,7 @@ class Batch:
         if not parts:
             return Batch()
         names = list(parts[0])
-        if any(list(sorted(p)) != sorted(names) for p in parts):
+        if any(sorted(p) != sorted(names) for p in parts):
             raise ValueError(f"batches to join have other columns: {[sorted(p) for p in parts]}")
         return Batch({name: _cat([p[name] for p in parts]) for name in names})
 

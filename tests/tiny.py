@@ -1,0 +1,56 @@
+"""Tiny checkpoints for tests: a Hugging Face folder with random weights and a character-level tokenizer, no download."""
+
+from __future__ import annotations
+
+import string
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from hybridflow.data.char_tokenizer import char_tokenizer
+
+CHARACTERS = string.digits + "+-*=(). \n" + string.ascii_letters + "!\"#$%&',/:;<>?@[\\]^_`{|}~"
+SPECIAL_TOKENS = 4
+
+
+def tiny_tokenizer(vocab: int = 101, chat_template: str | None = None) -> PreTrainedTokenizerFast:
+    """As many of CHARACTERS as fit `vocab` (digits and operators first), the rest unused tokens. pad 0, eos 1, bos 2."""
+    return char_tokenizer(CHARACTERS[: vocab - SPECIAL_TOKENS], vocab_size=vocab, chat_template=chat_template)
+
+
+def make_tiny_model(
+    path: str | Path, family: str = "llama", hidden: int = 32, layers: int = 4, heads: int = 4, kv_heads: int = 2, vocab: int = 101,
+    tied: bool = True, seed: int = 0, max_positions: int = 256, chat_template: str | None = None,
+) -> str:
+    """Write config.json, model.safetensors (float32) and the tokenizer to `path`; returns the path as a string.
+
+    Every tensor is random, biases and norm weights too, so that a mapping that swaps or loses one shows; the scale is
+    large enough that greedy continuations of different prompts differ.
+    """
+    tokenizer = tiny_tokenizer(vocab, chat_template)
+    config = AutoConfig.for_model(
+        family, hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=kv_heads, vocab_size=vocab, max_position_embeddings=max_positions, tie_word_embeddings=tied,
+        pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, bos_token_id=tokenizer.bos_token_id,
+        rope_parameters={"rope_theta": 50000.0, "rope_type": "default"},
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    _randomize(model, torch.Generator().manual_seed(seed))
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+@torch.no_grad()
+def _randomize(model: torch.nn.Module, generator: torch.Generator) -> None:
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if "norm" in name:
+            parameter.copy_(1.0 + 0.2 * noise)
+        elif parameter.dim() == 1:
+            parameter.copy_(0.2 * noise)
+        elif "embed" in name:
+            parameter.copy_(0.4 * noise)
+        else:
+            parameter.copy_(1.5 * noise / parameter.shape[1] ** 0.5)
