@@ -1,0 +1,71 @@
+"""Tokenizer loading and the way from a prompt (text or chat messages) to token ids, with exactly one BOS."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from hybridflow.config.schema import ModelConfig
+from hybridflow.errors import DataError, ModelError
+
+Messages = list[dict[str, Any]]
+
+
+def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer of `model.tokenizer_path` (else `model.path`), with `model.chat_template` put in when set.
+
+    Raises ModelError when no tokenizer can be loaded from there, DataError when the template file is missing.
+    """
+    path = model.tokenizer_path or model.path
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"no tokenizer in {path}: {error}; set actor.model.tokenizer_path to a folder that has one") from error
+    if model.chat_template is not None:
+        try:
+            tokenizer.chat_template = Path(model.chat_template).read_text()
+        except OSError as error:
+            raise DataError(f"actor.model.chat_template={model.chat_template} cannot be read: {error}") from error
+    return tokenizer
+
+
+def check_messages(messages: Any, place: str) -> Messages:
+    """The messages without the empty fields a columnar file adds. Raises DataError when they are not chat messages."""
+    if not isinstance(messages, list) or not messages:
+        raise DataError(f"{place}: chat messages must be a list [{{role, content}}, ...] of at least one, got {messages!r}")
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
+            raise DataError(f"{place}: a chat message needs `role` and `content`, got {message!r}")
+    # Parquet gives every message every key (tool_calls=None, ...), and templates ask whether a key is there.
+    return [{key: value for key, value in message.items() if value is not None or key == "content"} for message in messages]
+
+
+def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Messages, place: str) -> str:
+    """The text of a chat up to the point where the assistant answers. Raises DataError when there is no usable template."""
+    if tokenizer.chat_template is None:
+        raise DataError(
+            f"{place}: the prompt is a list of chat messages, but the tokenizer {tokenizer.name_or_path!r} has no chat template; "
+            "set actor.model.chat_template=FILE (a Jinja template), or give prompts as plain strings"
+        )
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except jinja2.TemplateError as error:
+        raise DataError(f"{place}: the chat template refuses these messages: {error}; correct them or actor.model.chat_template") from error
+
+
+def encode_chats(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+    """Ids of rendered chats. A template writes its own special tokens, so the tokenizer adds none (no second BOS);
+    the ids equal `apply_chat_template(tokenize=True)`."""
+    return tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
+
+
+def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+    """Ids of plain texts with the special tokens the tokenizer adds itself; a text that already starts with the BOS
+    token gets no second one."""
+    encoded = tokenizer(list(texts))["input_ids"] if texts else []
+    bos = tokenizer.bos_token_id
+    return [ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids for ids in encoded]

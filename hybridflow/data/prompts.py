@@ -1,0 +1,186 @@
+"""PromptDataset: rows of data files with tokenised prompts, checked in full before a run starts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from hybridflow.config.schema import DataConfig
+from hybridflow.data.batch import Batch, Ragged
+from hybridflow.data.chat import check_messages, encode_chats, encode_texts, render_chat
+from hybridflow.data.reading import Row, read_files
+from hybridflow.errors import DataError
+
+log = logging.getLogger(__name__)
+
+POLICIES = ("error", "left", "right", "filter")
+
+
+@dataclass
+class Prompt:
+    """One usable row: the text the model sees, its ids, and the row's other columns."""
+
+    text: str
+    is_chat: bool
+    columns: dict[str, Any]
+    place: str
+    response: str | None = None
+    ids: list[int] = field(default_factory=list)
+    response_ids: list[int] = field(default_factory=list)
+
+
+class PromptDataset:
+    """The prompts of `files`, tokenised.
+
+    A prompt is the column `data.prompt_key`: a string (with `data.apply_chat_template` rendered as one user message) or
+    chat messages. with_response: also read `data.response_key` (SFT); its ids end with the EOS token.
+    `counts`: rows read, kept, malformed, filtered, truncated.
+    Raises DataError, naming file and row, for whatever cannot be used (rules: hybridflow/data/reading.py and DataConfig).
+    """
+
+    def __init__(self, files: Sequence[str], data: DataConfig, tokenizer: PreTrainedTokenizerBase, with_response: bool = False) -> None:
+        _check_settings(data)
+        self.data, self.tokenizer, self.with_response = data, tokenizer, with_response
+        found = read_files(files, skip_malformed=data.malformed_rows == "skip")
+        self.counts = {"read": len(found.rows) + found.malformed, "malformed": found.malformed, "filtered": 0, "truncated": 0}
+        self._check_column(found.rows, data.prompt_key, "data.prompt_key")
+        if with_response:
+            self._check_column(found.rows, data.response_key, "data.response_key")
+        prompts = self._usable(found.rows)
+        self._tokenize(prompts)
+        self.prompts = self._limit_length(prompts)
+        self.counts["kept"] = len(self.prompts)
+        if not self.prompts:
+            raise DataError(
+                f"no usable prompt is left of {', '.join(files)}: {self.counts}; see data.max_prompt_length and data.malformed_rows"
+            )
+        log.info("prompts of %s: %s", ", ".join(files), self.counts)
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def batch(self, indices: Sequence[int], prompt_ids: Sequence[int]) -> Batch:
+        """Columns prompt_id int64 [B] (the given instance ids), prompt_ids Ragged int64, prompt_length int64 [B]; with
+        responses also response_ids Ragged int64 (EOS included) and response_length int64 [B]."""
+        if len(indices) != len(prompt_ids):
+            raise ValueError(f"{len(indices)} indices but {len(prompt_ids)} instance ids")
+        picked = [self.prompts[i] for i in indices]
+        tokens = Ragged.from_rows([prompt.ids for prompt in picked], torch.int64)
+        batch = Batch({"prompt_id": torch.tensor(prompt_ids, dtype=torch.int64), "prompt_ids": tokens, "prompt_length": tokens.lengths})
+        if self.with_response:
+            responses = Ragged.from_rows([prompt.response_ids for prompt in picked], torch.int64)
+            batch = batch.with_columns(response_ids=responses, response_length=responses.lengths)
+        return batch
+
+    def texts(self, indices: Sequence[int]) -> list[str]:
+        """The prompts as the model sees them: the string, or the rendered chat (before any truncation)."""
+        return [self.prompts[i].text for i in indices]
+
+    def rows(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+        """Every column of the file but the prompt, as Python objects: what a reward function gets."""
+        return [self.prompts[i].columns for i in indices]
+
+    def _check_column(self, rows: list[Row], key: str, setting: str) -> None:
+        if not any(key in row.values for row in rows):
+            raise DataError(
+                f"{rows[0].place}: there is no column {key!r}; the columns are {sorted(rows[0].values)}; "
+                f"set {setting} to the one that holds the {'prompt' if setting.endswith('prompt_key') else 'response'}"
+            )
+
+    def _usable(self, rows: Iterable[Row]) -> list[Prompt]:
+        prompts = []
+        for row in rows:
+            try:
+                prompts.append(self._prompt(row))
+            except DataError:
+                if self.data.malformed_rows != "skip" or _lacks_template(row.values.get(self.data.prompt_key), self.data, self.tokenizer):
+                    raise
+                self.counts["malformed"] += 1
+        return prompts
+
+    def _prompt(self, row: Row) -> Prompt:
+        value = self._field(row, self.data.prompt_key, "data.prompt_key")
+        if isinstance(value, str) and not self.data.apply_chat_template:
+            text, is_chat = value, False
+        elif isinstance(value, str):
+            text, is_chat = render_chat(self.tokenizer, [{"role": "user", "content": value}], row.place), True
+        elif isinstance(value, list):
+            text, is_chat = render_chat(self.tokenizer, check_messages(value, row.place), row.place), True
+        else:
+            raise DataError(
+                f"{row.place}: column {self.data.prompt_key!r} must be a string or chat messages [{{role, content}}, ...], "
+                f"got {type(value).__name__}: {value!r}"
+            )
+        columns = {key: column for key, column in row.values.items() if key != self.data.prompt_key}
+        return Prompt(text, is_chat, columns, row.place, self._response(row) if self.with_response else None)
+
+    def _response(self, row: Row) -> str:
+        value = self._field(row, self.data.response_key, "data.response_key")
+        if not isinstance(value, str):
+            raise DataError(f"{row.place}: column {self.data.response_key!r} must be a string, got {type(value).__name__}: {value!r}")
+        return value
+
+    def _field(self, row: Row, key: str, setting: str) -> Any:
+        if key not in row.values:
+            raise DataError(f"{row.place}: the row lacks column {key!r} ({setting}); its columns are {sorted(row.values)}")
+        value = row.values[key]
+        if value is None or (isinstance(value, (str, list)) and not value):
+            raise DataError(
+                f"{row.place}: column {key!r} is empty ({value!r}); fill it, or set data.malformed_rows=skip to leave such rows out"
+            )
+        return value
+
+    def _tokenize(self, prompts: list[Prompt]) -> None:
+        for is_chat, encode in ((False, encode_texts), (True, encode_chats)):
+            group = [prompt for prompt in prompts if prompt.is_chat == is_chat]
+            for prompt, ids in zip(group, encode(self.tokenizer, [prompt.text for prompt in group]), strict=True):
+                prompt.ids = ids
+        for prompt in prompts:
+            if not prompt.ids:
+                raise DataError(f"{prompt.place}: {prompt.text!r} has no tokens with the tokenizer {self.tokenizer.name_or_path!r}")
+        if self.with_response:
+            encoded = encode_chats(self.tokenizer, [str(prompt.response) for prompt in prompts])
+            for prompt, ids in zip(prompts, encoded, strict=True):
+                prompt.response_ids = self._end(ids)
+
+    def _end(self, ids: list[int]) -> list[int]:
+        eos = self.tokenizer.eos_token_id
+        if eos is None:
+            raise DataError(f"the tokenizer {self.tokenizer.name_or_path!r} has no EOS token, so responses could not end; give it one")
+        return ids if ids[-1:] == [eos] else [*ids, eos]
+
+    def _limit_length(self, prompts: list[Prompt]) -> list[Prompt]:
+        limit, policy, kept = self.data.max_prompt_length, self.data.prompt_too_long, []
+        for prompt in prompts:
+            if len(prompt.ids) > limit:
+                if policy == "error":
+                    raise DataError(
+                        f"{prompt.place}: the prompt has {len(prompt.ids)} tokens, more than data.max_prompt_length={limit}; "
+                        "raise the limit, or set data.prompt_too_long to left (keep the last tokens), right (keep the first) "
+                        "or filter (leave the row out)"
+                    )
+                self.counts["filtered" if policy == "filter" else "truncated"] += 1
+                if policy == "filter":
+                    continue
+                prompt.ids = prompt.ids[-limit:] if policy == "left" else prompt.ids[:limit]
+            kept.append(prompt)
+        return kept
+
+
+def _lacks_template(prompt: Any, data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """No template concerns every row: skipping malformed rows must not hide it."""
+    return tokenizer.chat_template is None and (data.apply_chat_template or isinstance(prompt, list))
+
+
+def _check_settings(data: DataConfig) -> None:
+    if data.prompt_too_long not in POLICIES:
+        raise DataError(f"data.prompt_too_long={data.prompt_too_long!r} is none of {', '.join(POLICIES)}")
+    if data.malformed_rows not in ("error", "skip"):
+        raise DataError(f"data.malformed_rows={data.malformed_rows!r} is none of error, skip")
+    if data.max_prompt_length < 1:
+        raise DataError(f"data.max_prompt_length={data.max_prompt_length} must be at least 1")
