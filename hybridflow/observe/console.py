@@ -1,0 +1,109 @@
+"""What a run shows while it goes: a start summary, a line or table row per step, warnings once, a final table.
+
+`make_console` gives the live table (live.py) on a terminal, and plain aligned lines where the output is a file, a pipe or
+a batch system's log. Both have the methods of PlainConsole.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Literal, TextIO
+
+from hybridflow.observe import table
+from hybridflow.observe.rollouts import Rollout, describe
+
+FINAL_ROWS = 12  # of the table at the end
+HEADER_EVERY = 20  # lines
+
+
+class PlainConsole:
+    """One aligned line per step, the header again every HEADER_EVERY lines; nothing is ever rewritten."""
+
+    def __init__(self, kind: Literal["rl", "sft"], total_steps: int | None = None, stream: TextIO | None = None) -> None:
+        self.columns = table.COLUMNS[kind]
+        self.total_steps = total_steps
+        self.rows: list[dict[str, float]] = []
+        self._stream = stream or sys.stdout
+        self._repeats: dict[str, int] = {}
+
+    def start(self, title: str, summary: Mapping[str, object]) -> None:
+        """Title and a few "name  value" lines: model, ranks, layouts, batch plan, folder."""
+        self.show("\n".join([title, *_pairs(summary)]))
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Shows the metrics of a step that is complete (step 0: validation before training)."""
+        row = {**metrics, "step": step}
+        if len(self.rows) % HEADER_EVERY == 0:
+            self.show(self._header())
+        self.rows.append(row)
+        self.show(self._line(row, phases=True))
+
+    def phase(self, name: str) -> None:
+        """The phase that begins ("" when it ends); shown by the live table only."""
+
+    def warn(self, message: str, key: str | None = None) -> None:
+        """Shows a warning the first time its key comes (default: the message); repeats are counted for the end."""
+        key = key or message
+        self._repeats[key] = self._repeats.get(key, -1) + 1
+        if self._repeats[key] == 0:
+            self._show_warning(f"warning: {message}")
+
+    def samples(self, title: str, rollouts: Sequence[Rollout]) -> None:
+        self.show("\n".join([title, *(describe(rollout) for rollout in rollouts)]))
+
+    def finish(self, title: str, summary: Mapping[str, object]) -> None:
+        """The final table: steps evenly spaced over the run, then where things are (folder, plot, checkpoint)."""
+        self.close()
+        lines = ["", title]
+        if self.rows:
+            lines += [self._header(), *(self._line(row) for row in table.thin(self.rows, FINAL_ROWS))]
+        lines += [f"warning repeated {times} more time{'s' * (times > 1)}: {key}" for key, times in self._repeats.items() if times]
+        self.show("\n".join([*lines, *_pairs(summary)]))
+
+    def show(self, text: str) -> None:
+        """Any text, above the table."""
+        self._stream.write(text + "\n")
+        self._stream.flush()
+
+    def close(self) -> None:
+        """Leaves the terminal as it was; called by `finish`, and needed when a run ends by an exception."""
+
+    def __enter__(self) -> PlainConsole:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _show_warning(self, text: str) -> None:
+        self.show(text)
+
+    def _step_width(self) -> int:
+        return max(6, len(table.step_text(self.total_steps or 0, self.total_steps)))
+
+    def _header(self) -> str:
+        return " ".join(["step".rjust(self._step_width()), *(column.title.rjust(column.width) for column in self.columns)])
+
+    def _line(self, row: Mapping[str, float], phases: bool = False) -> str:
+        texts = table.cells(self.columns, row)
+        parts = [table.step_text(int(row["step"]), self.total_steps).rjust(self._step_width())]
+        parts += [text.rjust(column.width) for text, column in zip(texts, self.columns, strict=True)]
+        by_phase = table.phases_text(row) if phases else ""
+        return " ".join(parts) + (f"  {by_phase}" if by_phase else "")
+
+
+def _pairs(summary: Mapping[str, object]) -> list[str]:
+    width = max((len(name) for name in summary), default=0)
+    return [f"  {name.ljust(width)}  {value}" for name, value in summary.items()]
+
+
+def make_console(kind: Literal["rl", "sft"], total_steps: int | None = None, stream: TextIO | None = None) -> PlainConsole:
+    """The console that suits the stream (default: standard output)."""
+    stream = stream or sys.stdout
+    if stream.isatty():
+        from hybridflow.observe.live import LiveConsole
+
+        live = LiveConsole(kind, total_steps, stream)
+        if live.usable:
+            return live
+    return PlainConsole(kind, total_steps, stream)

@@ -1,0 +1,154 @@
+"""The folder of a run: where everything a run leaves behind has its place.
+
+    runs/<name>/
+      config.yaml                  the resolved configuration
+      status.json                  running, finished, or failed with the reason
+      metrics.jsonl                one line per step
+      rollouts/step_000012.jsonl   sampled rollouts of a step
+      checkpoint/                  the last weights as a Hugging Face model
+      curves.png, curves.html
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import socket
+import time
+import weakref
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from hybridflow.errors import ConfigError, DataError
+
+State = Literal["running", "finished", "failed"]
+
+
+@dataclass(frozen=True)
+class Status:
+    """Content of status.json. Times are seconds since 1970."""
+
+    state: State
+    reason: str = ""  # why it failed
+    step: int = 0  # last step completed
+    started: float = 0.0
+    updated: float = 0.0
+    host: str = ""
+    pid: int = 0
+
+
+class RunFolder:
+    """Paths of one run. `create` begins a run and holds a lock on the folder until it has ended; `open` only reads."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.config = root / "config.yaml"
+        self.status_file = root / "status.json"
+        self.metrics = root / "metrics.jsonl"
+        self.rollouts = root / "rollouts"
+        self.checkpoint = root / "checkpoint"
+        self.curves_png = root / "curves.png"
+        self.curves_html = root / "curves.html"
+        self._unlock: weakref.finalize | None = None
+
+    @classmethod
+    def create(cls, output_dir: str | os.PathLike[str], name: str, overwrite: bool, config_text: str) -> RunFolder:
+        """Makes output_dir/name with the configuration in it and the status "running".
+
+        An existing folder that is not empty needs `overwrite`, which removes what a run writes (the list above) and leaves
+        other files alone. Raises ConfigError if the name is no plain folder name, if the folder exists, or if it belongs to
+        a run that is still going on.
+        """
+        if name in ("", ".", "..") or Path(name).name != name:
+            raise ConfigError(f"trainer.name is {name!r}; it must be a plain folder name without '/'")
+        run = cls(Path(output_dir) / name)
+        try:
+            run.root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"the run folder {run.root} cannot be made ({error}); see trainer.output_dir and trainer.name") from error
+        run._lock()
+        if any(run.root.iterdir()):
+            if not overwrite:
+                run._release()
+                raise ConfigError(
+                    f"the run folder {run.root} exists and is not empty; choose another trainer.name, "
+                    "or trainer.overwrite=true to replace it"
+                )
+            run._clear()
+        run.rollouts.mkdir()
+        run.config.write_text(config_text, encoding="utf-8")
+        now = time.time()
+        run._write_status(Status("running", started=now, updated=now, host=socket.gethostname(), pid=os.getpid()))
+        return run
+
+    @classmethod
+    def open(cls, root: str | os.PathLike[str]) -> RunFolder:
+        """The folder of a run that was made before. Raises DataError if it is none."""
+        run = cls(Path(root))
+        if not run.status_file.is_file():
+            raise DataError(f"{root} is no run folder: it has no status.json")
+        return run
+
+    def status(self) -> Status:
+        return Status(**json.loads(self.status_file.read_text(encoding="utf-8")))
+
+    def progress(self, step: int) -> None:
+        """Notes that `step` is complete."""
+        self._update("running", "", step)
+
+    def finish(self, step: int) -> None:
+        """Notes a good end after `step`, and lets go of the folder."""
+        self._update("finished", "", step)
+        self._release()
+
+    def fail(self, reason: str) -> None:
+        """Notes a bad end with its reason, and lets go of the folder."""
+        self._update("failed", reason, self.status().step)
+        self._release()
+
+    def _update(self, state: State, reason: str, step: int) -> None:
+        self._write_status(Status(**(asdict(self.status()) | {"state": state, "reason": reason, "step": step, "updated": time.time()})))
+
+    def _write_status(self, status: Status) -> None:
+        write_atomic(self.status_file, json.dumps(asdict(status), indent=1) + "\n")
+
+    def _lock(self) -> None:
+        """A lock that the system drops when the process dies, so a stale one cannot exist."""
+        handle = os.open(self.root, os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EAGAIN):
+                os.close(handle)
+                raise ConfigError(
+                    f"another run is writing to {self.root} at this moment; end it or choose another trainer.name"
+                ) from error
+            # Some network file systems cannot lock a folder; then two runs of one name are the user's care.
+        self._unlock = weakref.finalize(self, os.close, handle)
+
+    def _release(self) -> None:
+        if self._unlock is not None:
+            self._unlock()
+
+    def _clear(self) -> None:
+        for path in (self.rollouts, self.checkpoint):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+        for path in (self.config, self.status_file, self.metrics, self.curves_png, self.curves_html):
+            path.unlink(missing_ok=True)
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """A reader sees the old content or the new, whole; never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
