@@ -82,8 +82,9 @@ class WeightMap:
         if not problems:
             return []
         works = [t for t in range(1, 2 * tp + 1) if not self._refusals(t, engine)]
-        nearest = [str(t) for t in works if t == max((x for x in works if x < tp)) or t == min((x for x in works if x > tp), default=0)]
-        return [f"{self.family} in {engine}: {'; '.join(problems)}; the nearest tensor parallel size that works: {' or '.join(nearest)}"]
+        nearest = [t for t in works if t < tp][-1:] + [t for t in works if t > tp][:1]
+        sizes = " or ".join(map(str, nearest))
+        return [f"{self.family} in {engine}: {'; '.join(problems)}; nearest tensor parallel size that works: {sizes}"]
 
     def _refusals(self, tp: int, engine: str) -> list[str]:
         return list(dict.fromkeys(problem for entry in self._table() for problem in entry.cut.refusals(tp, engine)))

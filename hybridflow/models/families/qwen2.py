@@ -13,7 +13,8 @@ from hybridflow.models.settings import DenseShape, MegatronSettings, dense_setti
 def settings(hf_config: Any) -> MegatronSettings:
     shape = DenseShape.read(hf_config)
     if shape.head_dim * shape.heads != shape.hidden:
-        raise ModelError(f"head_dim {shape.head_dim} x {shape.heads} heads is not hidden_size {shape.hidden}: vLLM ignores head_dim for qwen2")
+        given = f"head_dim {shape.head_dim} x {shape.heads} heads"
+        raise ModelError(f"{given} is not hidden_size {shape.hidden}; vLLM ignores head_dim for qwen2, so remove it from config.json")
     if getattr(hf_config, "use_sliding_window", False):
         raise ModelError("use_sliding_window true is not supported; set it to false in config.json (the released Qwen2 models do)")
     return dense_settings(hf_config, qkv_bias=True)
