@@ -1,0 +1,103 @@
+"""Batch sizes and sequence lengths: what divides what, and what fits into what."""
+
+from __future__ import annotations
+
+import math
+
+from hybridflow.config.model_facts import ModelFacts
+from hybridflow.config.ranges import divisors, multiples_near, nearest_values
+from hybridflow.config.schema import Config
+
+GIB = 1 << 30
+BYTES = {"bfloat16": 2, "float32": 4}
+
+
+def rows_per_step(config: Config, generates: bool) -> int:
+    """Rows one step trains on: prompts x responses, or the prompts with their given response."""
+    return config.data.train_batch_size * (config.rollout.n if generates else 1)
+
+
+def longest_sequence(config: Config, generates: bool) -> int:
+    """Tokens of the longest prompt with its response. Responses of a data file have no limit of their own: only the prompt counts."""
+    return config.data.max_prompt_length + (config.rollout.max_response_length if generates else 0)
+
+
+def batch_problems(config: Config, world: int, generates: bool) -> list[str]:
+    """train_batch_size and mini_batch_size against data-parallel ranks and replicas. The layouts themselves must be valid."""
+    parallel = config.actor.parallel
+    dp = world // (parallel.tp * parallel.pp)
+    replicas = world // config.rollout.tp if generates else 1
+    prompts, rows = config.data.train_batch_size, rows_per_step(config, generates)
+    n = rows // prompts
+    step = math.lcm(replicas, dp // math.gcd(dp, n))
+    near = multiples_near(prompts, step)
+    problems = []
+    if prompts % replicas:
+        problems.append(f"data.train_batch_size={prompts}: must divide over {replicas} rollout replicas "
+                        f"({world} ranks / rollout.tp={config.rollout.tp}); nearest that works: {near}.")
+    if rows % dp:
+        what = f"x rollout.n={n} = {rows} responses" if generates else "rows"
+        problems.append(f"data.train_batch_size={prompts} {what}: must divide over {dp} data-parallel ranks "
+                        f"({world} ranks / tp={parallel.tp} pp={parallel.pp}); nearest that works: {near}.")
+    return problems + _mini_batch_problems(config.algorithm.mini_batch_size, rows, dp)
+
+
+def _mini_batch_problems(size: int | None, rows: int, dp: int) -> list[str]:
+    if size is None:
+        return []
+    valid = [number for number in divisors(rows) if number % dp == 0]
+    wrong = []
+    if rows % size:
+        wrong.append(f"must divide the {rows} responses of a step")
+    if size % dp:
+        wrong.append(f"must be a multiple of the {dp} data-parallel ranks")
+    near = f"nearest that works: {nearest_values(size, valid)}" if valid else "change data.train_batch_size first"
+    return [f"algorithm.mini_batch_size={size}: {' and '.join(wrong)}; {near}."] if wrong else []
+
+
+def length_problems(config: Config, facts: ModelFacts | None, generates: bool, reference: bool) -> list[str]:
+    """The longest sequence against the model's positions and the token budgets."""
+    longest = longest_sequence(config, generates)
+    parts = f"data.max_prompt_length={config.data.max_prompt_length}"
+    if generates:
+        parts += f" + rollout.max_response_length={config.rollout.max_response_length} = {longest}"
+    problems = []
+    if facts is not None and longest > facts.max_positions:
+        problems.append(f"{parts}: longer than the {facts.max_positions} positions of {facts.path}; nearest that works: "
+                        f"a sum of {facts.max_positions}.")
+    budgets = {
+        "actor.max_tokens_per_micro_batch": config.actor.max_tokens_per_micro_batch,
+        "actor.log_prob_max_tokens_per_micro_batch": config.actor.log_prob_max_tokens_per_micro_batch if generates else longest,
+        "reference.log_prob_max_tokens_per_micro_batch": config.reference.log_prob_max_tokens_per_micro_batch if reference else longest,
+    }
+    for key, budget in budgets.items():
+        if budget < longest:
+            problems.append(f"{key}={budget}: below the longest sequence, {parts}; nearest that works: {longest}.")
+    return problems
+
+
+def engine_problems(config: Config, facts: ModelFacts | None) -> list[str]:
+    """vLLM's own limits."""
+    rollout = config.rollout
+    problems = []
+    if rollout.max_num_batched_tokens < rollout.max_num_seqs:
+        problems.append(f"rollout.max_num_batched_tokens={rollout.max_num_batched_tokens}: below rollout.max_num_seqs="
+                        f"{rollout.max_num_seqs} (a step decodes one token of each); nearest that works: {rollout.max_num_seqs}.")
+    if facts is None:
+        return problems
+    longest = longest_sequence(config, generates=True)
+    needed = longest * kv_bytes_per_token(config, facts) / GIB
+    if rollout.kv_cache_gib < needed:
+        problems.append(f"rollout.kv_cache_gib={rollout.kv_cache_gib:g}: holds no sequence of {longest} tokens; "
+                        f"nearest that works: {math.ceil(needed * 1000) / 1000:g}.")
+    outside = [token for token in rollout.stop_token_ids if not 0 <= token < facts.vocab]
+    if outside:
+        problems.append(f"rollout.stop_token_ids={rollout.stop_token_ids}: {outside} outside the vocabulary of {facts.path} "
+                        f"(0 to {facts.vocab - 1}).")
+    return problems
+
+
+def kv_bytes_per_token(config: Config, facts: ModelFacts) -> int:
+    """Key and value bytes of one token on one rank; a key-value head is never cut."""
+    heads = max(1, facts.kv_heads // config.rollout.tp)
+    return 2 * facts.layers * heads * facts.head_dim * BYTES.get(config.actor.model.dtype, 4)

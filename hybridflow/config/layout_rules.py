@@ -1,0 +1,111 @@
+"""Parallel layouts against the ranks and the model: what divides what."""
+
+from __future__ import annotations
+
+from hybridflow.config.model_facts import ModelFacts
+from hybridflow.config.ranges import divisors, nearest_values
+from hybridflow.config.schema import Config, ParallelConfig
+
+VLLM_VOCABULARY_MULTIPLE = 64  # vLLM pads the vocabulary to it, then cuts it over the ranks
+_LATER = {"cp": "context parallel", "ep": "expert parallel", "etp": "expert tensor parallel", "vpp": "virtual pipeline stages"}
+
+
+def training_layout_problems(config: Config, world: int, facts: ModelFacts | None) -> list[str]:
+    """tp, pp and the rest of actor.parallel against the ranks and the model."""
+    parallel = config.actor.parallel
+    problems = []
+    for name, meaning in _LATER.items():
+        if getattr(parallel, name) > 1:
+            value = getattr(parallel, name)
+            problems.append(f"actor.parallel.{name}={value}: {meaning} is not available in this version; the value must be 1.")
+    if parallel.sequence_parallel and parallel.tp == 1:
+        problems.append("actor.parallel.sequence_parallel=true with actor.parallel.tp=1: there is nothing to shard; "
+                        "set it to false, or tp to 2 or more.")
+    if world % (parallel.tp * parallel.pp):
+        problems.append(_world_problem(parallel, world, facts))
+    if facts is not None:
+        problems += _tensor_parallel(parallel, world, facts) + _pipeline(parallel, world, facts)
+    return problems
+
+
+def reference_problems(config: Config, facts: ModelFacts, reference: ModelFacts) -> list[str]:
+    """A reference model of its own: it has the actor's layout, and its log-probs are of the actor's tokens."""
+    problems = []
+    if reference.vocab != facts.vocab:
+        problems.append(f"reference.model.path={reference.path}: its vocabulary of {reference.vocab} is not the actor's {facts.vocab} "
+                        f"({facts.path}); the KL term needs the same tokens.")
+    wrong = _indivisible(reference, config.actor.parallel.tp)
+    if reference.layers % config.actor.parallel.pp:
+        wrong.append(f"{reference.layers} layers by pp={config.actor.parallel.pp}")
+    if wrong:
+        problems.append(f"reference.model.path={reference.path}: has the actor's layout, but tp={config.actor.parallel.tp} "
+                        f"pp={config.actor.parallel.pp} does not divide its {', '.join(wrong)}.")
+    return problems
+
+
+def _world_problem(parallel: ParallelConfig, world: int, facts: ModelFacts | None) -> str:
+    works = ", ".join(f"tp={tp} pp={pp}" for tp, pp in _layouts_near(parallel, world, facts))
+    product = f"actor.parallel.tp={parallel.tp} x pp={parallel.pp} = {parallel.tp * parallel.pp}"
+    return f"{product}: does not divide the {world} ranks; nearest that work: {works}; or change the number of ranks."
+
+
+def _layouts_near(parallel: ParallelConfig, world: int, facts: ModelFacts | None) -> list[tuple[int, int]]:
+    """Up to two layouts that work, fewest changes first."""
+    everything = [
+        (tp, pp) for pp in divisors(world) for tp in divisors(world // pp)
+        if facts is None or (not _indivisible(facts, tp) and facts.layers % pp == 0)
+    ]
+    everything.sort(key=lambda it: (abs(it[0] - parallel.tp) + abs(it[1] - parallel.pp), it))
+    return everything[:2]
+
+
+def _indivisible(facts: ModelFacts, tp: int) -> list[str]:
+    sizes = {"attention heads": facts.heads, "key-value heads": facts.kv_heads, "feed-forward rows": facts.ffn}
+    return [f"{size} {what}" for what, size in sizes.items() if size % tp]
+
+
+def _tensor_parallel(parallel: ParallelConfig, world: int, facts: ModelFacts) -> list[str]:
+    wrong = _indivisible(facts, parallel.tp)
+    if not wrong:
+        return []
+    valid = [tp for tp in divisors(facts.kv_heads) if not _indivisible(facts, tp) and world % (tp * parallel.pp) == 0]
+    near = nearest_values(parallel.tp, valid)
+    near = near if near != "none" else "1 (with another actor.parallel.pp)"
+    return [f"actor.parallel.tp={parallel.tp}: does not divide {', '.join(wrong)} of {facts.path}; nearest that works: {near}."]
+
+
+def _pipeline(parallel: ParallelConfig, world: int, facts: ModelFacts) -> list[str]:
+    if facts.layers % parallel.pp == 0:
+        return []
+    valid = [pp for pp in divisors(facts.layers) if world % (parallel.tp * pp) == 0] or divisors(facts.layers)
+    near = nearest_values(parallel.pp, valid)
+    return [f"actor.parallel.pp={parallel.pp}: does not divide the {facts.layers} layers of {facts.path}; nearest that works: {near}."]
+
+
+def _generation_problems(tp: int, training_tp: int, world: int, facts: ModelFacts | None) -> list[str]:
+    """Why a generation tensor-parallel size cannot work; empty when it can."""
+    problems = [f"does not divide the {world} ranks"] if world % tp else []
+    if training_tp % tp and tp % training_tp:
+        problems.append(f"neither divides actor.parallel.tp={training_tp} nor is a multiple of it")
+    if facts is None:
+        return problems
+    if facts.heads % tp:
+        problems.append(f"does not divide {facts.heads} attention heads of {facts.path}")
+    if facts.kv_heads % tp and tp % facts.kv_heads:
+        problems.append(f"neither divides {facts.kv_heads} key-value heads of {facts.path} nor is a multiple of them")
+    if facts.ffn % tp:
+        problems.append(f"does not divide {facts.ffn} feed-forward rows of {facts.path}")
+    padded = -(-facts.vocab // VLLM_VOCABULARY_MULTIPLE) * VLLM_VOCABULARY_MULTIPLE
+    if padded % tp:
+        problems.append(f"does not divide the vocabulary of {facts.vocab}, {padded} as vLLM pads it")
+    return problems
+
+
+def generation_layout_problems(config: Config, world: int, facts: ModelFacts | None) -> list[str]:
+    """rollout.tp against the ranks, the training layout and the model."""
+    tp, training_tp = config.rollout.tp, config.actor.parallel.tp
+    wrong = _generation_problems(tp, training_tp, world, facts)
+    if not wrong:
+        return []
+    valid = [n for n in divisors(world) if not _generation_problems(n, training_tp, world, facts)]
+    return [f"rollout.tp={tp}: {'; '.join(wrong)}; nearest that works: {nearest_values(tp, valid)}."]
