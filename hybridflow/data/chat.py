@@ -21,10 +21,14 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     Raises ModelError when no tokenizer can be loaded from there, DataError when the template file is missing.
     """
     path = model.tokenizer_path or model.path
+    if not Path(path).is_dir():  # a name would be looked up on the network
+        raise ModelError(f"the tokenizer folder {path} does not exist; correct actor.model.path or actor.model.tokenizer_path")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise ModelError(f"no tokenizer in {path}: {error}; set actor.model.tokenizer_path to a folder that has one") from error
+        raise ModelError(
+            f"no tokenizer in {path}: {str(error).splitlines()[0]}; set actor.model.tokenizer_path to a folder that has one"
+        ) from error
     if model.chat_template is not None:
         try:
             tokenizer.chat_template = Path(model.chat_template).read_text()

@@ -174,7 +174,7 @@ class PromptDataset:
 
 def _lacks_template(prompt: Any, data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> bool:
     """No template concerns every row: skipping malformed rows must not hide it."""
-    return tokenizer.chat_template is None and (data.apply_chat_template or isinstance(prompt, list))
+    return tokenizer.chat_template is None and (data.apply_chat_template or bool(prompt and isinstance(prompt, list)))
 
 
 def _check_settings(data: DataConfig) -> None:

@@ -91,7 +91,9 @@ def test_dataset_smaller_than_a_batch_is_refused() -> None:
         PromptSampler(5, 0, seed=1)
 
 
-@pytest.mark.parametrize(("other", "message"), [((6, 2, 1, True), "size=5"), ((5, 2, 2, True), "seed=1"), ((5, 2, 1, False), "shuffle=True")])
+@pytest.mark.parametrize(("other", "message"), [
+    ((6, 2, 1, True), "size=5"), ((5, 2, 2, True), "seed=1"), ((5, 2, 1, False), "shuffle=True"),
+])
 def test_resume_with_other_data_is_refused(other: tuple, message: str) -> None:
     with pytest.raises(DataError, match=message):
         PromptSampler(*other).load_state_dict(PromptSampler(5, 2, 1).state_dict())
