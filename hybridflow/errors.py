@@ -38,6 +38,10 @@ class RewardError(HybridFlowError):
     """A reward function raised, timed out, or returned something that is no reward."""
 
 
+class ReshardError(HybridFlowError):
+    """Training weights do not fill the generation weights: a tensor is missing, misshaped or of another dtype."""
+
+
 class PhaseError(HybridFlowError):
     """A worker was called in a phase that does not allow the call."""
 
@@ -47,7 +51,15 @@ class NumericsError(HybridFlowError):
 
 
 class WorkerError(HybridFlowError):
-    """A worker process failed; carries the first cause with role, rank and traceback."""
+    """A worker process failed; carries the first cause with role, rank and traceback.
+
+    hybridflow.cluster.failure builds it; where the worker raised a HybridFlowError it is of that class as well.
+    """
+
+    def __init__(self, message: str, *, role: str = "", rank: int | None = None, node: str = "", verb: str = "",
+                 worker_traceback: str = "") -> None:
+        self.role, self.rank, self.node, self.verb, self.worker_traceback = role, rank, node, verb, worker_traceback
+        Exception.__init__(self, message)  # not super(): a class of two errors must not run the other's constructor
 
 
 class RunIncompleteError(HybridFlowError):

@@ -1,0 +1,252 @@
+"""Everything that reaches inside vLLM (0.25.1 on GPU, 0.32.0 on CPU). Importing this module imports vLLM.
+
+vLLM runs inside the training processes: one engine per rank, the ranks of a generation group in lock-step, each deciding
+the same schedule from the same requests. Its weights are never read from a file: they start as dummies and are written in
+place by resharding. No global function of vLLM is replaced; its group variables are filled before its worker would.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine must run in this process, where the weights are
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings are about choices made here on purpose
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import vllm.distributed.parallel_state as parallel_state  # noqa: E402
+from vllm import SamplingParams  # noqa: E402
+from vllm.config import LoadConfig  # noqa: E402
+from vllm.engine.arg_utils import EngineArgs  # noqa: E402
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod  # noqa: E402
+from vllm.model_executor.model_loader import DummyModelLoader, register_model_loader  # noqa: E402
+from vllm.platforms import current_platform  # noqa: E402
+from vllm.sampling_params import RequestOutputKind  # noqa: E402
+from vllm.usage.usage_lib import UsageContext  # noqa: E402
+from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
+
+from hybridflow.errors import ModelError  # noqa: E402
+from hybridflow.rollout.requests import FinishReason, Request, Response, Sampling  # noqa: E402
+
+if current_platform.is_cpu():
+    from vllm.v1.worker.cpu_worker import CPUWorker as BaseWorker
+else:
+    from vllm.v1.worker.gpu_worker import Worker as BaseWorker
+
+logger = logging.getLogger(__name__)
+
+LOAD_FORMAT = "hybridflow_dummy"
+PROGRESS_SECONDS = 30.0
+# vLLM reserves nothing by this share once the cache size is given; it only checks that so much is free at the start.
+MEMORY_SHARE = 0.05
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What the engine is built from. groups: global ranks of every generation group, in tensor-parallel order."""
+
+    model_path: str
+    groups: tuple[tuple[int, ...], ...]
+    rank: int
+    local_rank: int
+    dtype: str
+    seed: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    kv_cache_bytes: int
+    enforce_eager: bool
+    tokenizer_path: str | None = None  # None: no tokenizer is loaded (no stop strings)
+
+
+class HybridWorker(BaseWorker):
+    """vLLM's worker with our groups of ranks."""
+
+    def init_device(self) -> None:
+        set_num_threads = torch.set_num_threads
+        if current_platform.is_cpu():
+            _name_shared_memory()
+        else:
+            torch.accelerator.set_device_index(self.local_rank)
+        self._make_groups(current_platform.dist_backend)
+        super().init_device()
+        torch.set_num_threads = set_num_threads  # the CPU worker replaces it by one that does nothing, for the whole process
+
+    def _make_groups(self, backend: str) -> None:
+        groups = [list(group) for group in self.vllm_config.additional_config["groups"]]
+        singles = [[rank] for rank in range(dist.get_world_size())]
+        config = self.parallel_config
+        parallel_state.set_custom_all_reduce(not config.disable_custom_all_reduce)
+        parallel_state.init_distributed_environment(config.world_size, self.rank, "env://", self.local_rank, backend)
+        make = parallel_state.init_model_parallel_group
+        parallel_state._TP = make(groups, self.local_rank, backend, use_message_queue_broadcaster=True, group_name="tp")
+        if hasattr(parallel_state, "_ETP"):  # 0.32
+            parallel_state._ETP = parallel_state._TP
+        parallel_state._DCP = make(singles, self.local_rank, backend, use_message_queue_broadcaster=True, group_name="dcp")
+        parallel_state._PCP = make(singles, self.local_rank, backend, group_name="pcp")
+        parallel_state._PP = make(singles, self.local_rank, backend, group_name="pp")
+        parallel_state._DP = make(singles, self.local_rank, backend, group_name="dp")
+
+
+WORKER = f"{HybridWorker.__module__}.{HybridWorker.__qualname__}"
+
+
+def _name_shared_memory() -> None:
+    """A name for /dev/shm that all ranks share and no other job has: vLLM's own is the same for every job on a host."""
+    box = [uuid.uuid4().hex[:12]]
+    dist.broadcast_object_list(box, 0)
+    os.environ["VLLM_DIST_IDENT"] = box[0]
+
+
+class _WritableEmbedding(UnquantizedEmbeddingMethod):
+    """Keeps the plain weight, where vLLM's CPU method would compute the logits from a packed copy."""
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        if current_platform.is_cpu():
+            layer.cpu_linear = torch.nn.functional.linear
+
+
+@register_model_loader(LOAD_FORMAT)
+class WritableDummyLoader(DummyModelLoader):
+    """Dummy weights that can be written at any time: on CPU vLLM would pack them and drop or ignore the originals."""
+
+    def __init__(self, load_config: LoadConfig) -> None:
+        own = copy.copy(load_config)
+        own.load_format = "dummy"
+        super().__init__(own)
+
+    def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
+        super().load_weights(model, model_config)
+        for module in model.modules():
+            module._cpu_skip_gemm_dispatch = True
+            if type(getattr(module, "quant_method", None)) is UnquantizedEmbeddingMethod:
+                module.quant_method = _WritableEmbedding()
+
+
+class VllmBridge:
+    """One vLLM engine inside this rank. Construction is collective over all ranks of torch.distributed."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        os.environ.update(RANK=str(settings.rank), LOCAL_RANK=str(settings.local_rank))  # where external_launcher reads them
+        self.settings = settings
+        self.can_sleep = not current_platform.is_cpu()
+        self.engine = LLMEngine.from_engine_args(_engine_args(settings, self.can_sleep), usage_context=UsageContext.LLM_CLASS)
+        self._count = 0
+        self._check_head_size()
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """vLLM's name -> live tensor of this rank (a tied head is the embedding and has no name of its own)."""
+        return dict(self.engine.model_executor.driver_worker.worker.model_runner.get_model().named_parameters())
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Response]:
+        """Answer all requests, in their order. Every rank of a group must pass the same requests.
+
+        Raises PhaseError when it does not.
+        """
+        with _eager_kernels():
+            ids = [self._add(request, sampling) for request in requests]
+            finished = self._drain(len(ids))
+        return [finished[i] for i in ids]
+
+    def same_in_group(self, digest: int) -> bool:
+        """Whether all ranks of this rank's generation group pass the same number."""
+        group = parallel_state.get_tp_group()
+        if group.world_size == 1:
+            return True
+        span = torch.tensor([digest, -digest], dtype=torch.int64)
+        dist.all_reduce(span, dist.ReduceOp.MAX, group=group.cpu_group)
+        return int(span[0]) == -int(span[1])
+
+    def reset_prefix_cache(self) -> None:
+        """Forget keys and values of earlier weights."""
+        if not self.engine.reset_prefix_cache():
+            raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
+
+    def sleep(self) -> None:
+        """Free weights and cache (level 2: nothing is kept); nothing on CPU."""
+        if self.can_sleep:
+            self.engine.sleep(level=2)
+
+    def wake(self, tag: str) -> None:
+        """Take memory back, `weights` first, then `kv_cache`, at the same addresses as before; nothing on CPU."""
+        if self.can_sleep:
+            self.engine.wake_up(tags=[tag])
+
+    def _check_head_size(self) -> None:
+        """vLLM's CPU attention knows some head sizes only, and says so no earlier than at the first token."""
+        if not current_platform.is_cpu():
+            return
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+        size, known = self.engine.model_config.get_head_size(), CPUAttentionBackend.get_supported_head_sizes()
+        if size not in known:
+            raise ModelError(f"attention head size {size} of {self.settings.model_path}: vLLM on CPU computes only {known}")
+
+    def _add(self, request: Request, sampling: Sampling) -> str:
+        self._count += 1
+        name = str(self._count)
+        prompt = {"type": "token", "prompt_token_ids": request.prompt_ids}
+        self.engine.add_request(name, prompt, _sampling_params(request, sampling))
+        return name
+
+    def _drain(self, total: int) -> dict[str, Response]:
+        finished: dict[str, Response] = {}
+        start = noted = time.monotonic()
+        while self.engine.has_unfinished_requests():
+            for output in self.engine.step():
+                if output.finished:
+                    finished[output.request_id] = _response(output.outputs[0])
+            if time.monotonic() - noted > PROGRESS_SECONDS:
+                noted = time.monotonic()
+                logger.info("generating: %d of %d responses after %.0f s", len(finished), total, noted - start)
+        return finished
+
+
+def _engine_args(settings: EngineSettings, can_sleep: bool) -> EngineArgs:
+    tp = len(settings.groups[0])
+    return EngineArgs(
+        model=settings.model_path, tokenizer=settings.tokenizer_path, skip_tokenizer_init=settings.tokenizer_path is None,
+        dtype=settings.dtype, seed=settings.seed, max_model_len=settings.max_model_len, load_format=LOAD_FORMAT,
+        generation_config="vllm",  # the model folder's sampling defaults (top_p, ...) must not leak in
+        distributed_executor_backend="external_launcher", tensor_parallel_size=tp, worker_cls=WORKER,
+        additional_config={"groups": [list(group) for group in settings.groups]},
+        kv_cache_memory_bytes=settings.kv_cache_bytes, gpu_memory_utilization=MEMORY_SHARE,
+        max_num_seqs=settings.max_num_seqs, max_num_batched_tokens=settings.max_num_batched_tokens,
+        enforce_eager=settings.enforce_eager or current_platform.is_cpu(),  # compiling on CPU costs more than it gives
+        # Tensor-parallel ranks schedule for themselves; only the synchronous scheduler is sure to decide alike on all.
+        async_scheduling=tp == 1 and not current_platform.is_cpu(),
+        enable_prefix_caching=True, enable_sleep_mode=can_sleep, logprobs_mode="processed_logprobs", disable_log_stats=True)
+
+
+def _sampling_params(request: Request, sampling: Sampling) -> SamplingParams:
+    return SamplingParams(
+        temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k, seed=request.seed,
+        max_tokens=sampling.max_tokens, logprobs=0, flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY,
+        # Stop ids are ours (rollout/stops.py), so that both releases stop alike.
+        ignore_eos=True, stop_token_ids=list(sampling.stop_token_ids), stop=list(sampling.stop), detokenize=bool(sampling.stop))
+
+
+def _response(output: Any) -> Response:
+    reasons = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
+    if output.finish_reason not in reasons:
+        raise RuntimeError(f"vLLM ended a response with reason {output.finish_reason!r}")
+    return Response(list(output.token_ids), output.logprobs.logprobs, reasons[output.finish_reason])
+
+
+@contextmanager
+def _eager_kernels() -> Iterator[None]:
+    """On CPU, run vLLM's small torch.compile'd sampler functions eagerly: compiling them takes 15 s at the first call."""
+    if not current_platform.is_cpu():
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
