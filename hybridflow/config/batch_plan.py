@@ -77,7 +77,7 @@ def passes(rows: int, longest: int, budget: int) -> Passes:
 
 
 def batch_plan(config: Config, world_size: int, generation: GenerationLayout | None = None) -> BatchPlan:
-    """The plan of a valid configuration (validate() found nothing). `generation`: the replicas; None without rollouts."""
+    """The plan of a configuration for which can_plan() holds. `generation`: the replicas; None without rollouts."""
     parallel = config.actor.parallel
     layout = Layout(world_size, tp=parallel.tp, pp=parallel.pp)
     generating = generates(config)

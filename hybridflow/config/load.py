@@ -50,7 +50,7 @@ def load_config(arguments: list[str], config_dir: Path = CONFIG_DIR) -> LoadedCo
     """
     if not (config_dir / f"{ROOT}.yaml").is_file():
         raise ConfigError(f"{config_dir / (ROOT + '.yaml')} does not exist; run from a checkout of hybridflow (pip install -e .).")
-    parsed = parse(arguments, groups=_group_names(config_dir))
+    parsed = parse(arguments, groups=group_names(config_dir))
     parsed.config_dirs = [path.resolve() for path in parsed.config_dirs]
     directories = [*parsed.config_dirs, config_dir]
     problems = parsed.problems + _choice_problems(parsed, directories) + _apply(OmegaConf.structured(Config), parsed)
@@ -68,7 +68,8 @@ def load_config(arguments: list[str], config_dir: Path = CONFIG_DIR) -> LoadedCo
     return LoadedConfig(config, changed, render.render(config, changed), parsed.print_config, parsed.help)
 
 
-def _group_names(config_dir: Path) -> list[str]:
+def group_names(config_dir: Path) -> list[str]:
+    """The config groups: the folders of configs/."""
     return sorted(path.name for path in config_dir.iterdir() if path.is_dir())
 
 

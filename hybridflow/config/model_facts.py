@@ -68,7 +68,7 @@ def _why_no_folder(folder: Path) -> str:
     if folder.is_file():
         return "this is a file, not a folder"
     siblings = [entry.name for entry in folder.parent.iterdir() if entry.is_dir()] if folder.parent.is_dir() else []
-    near = keys.nearest(folder.name, siblings)
+    near = keys.nearest(folder.name, siblings, cutoff=0.7)
     return f"no such folder; did you mean {folder.parent / near}?" if near else "no such folder"
 
 

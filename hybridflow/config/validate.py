@@ -47,7 +47,7 @@ def validate(config: Config, world_size: int, facts: ModelFacts | None, referenc
         rules.append(lambda: _supervised_problems(config))
     for rule in rules:
         problems += rule()
-    if any(problem.startswith(_ARITHMETIC) for problem in in_range):
+    if not _sizes_in_range(in_range):
         return problems  # arithmetic with a size of 0 would fail, or only repeat what is already said
     problems += _arithmetic_problems(config, world_size, facts)
     if facts is not None and reference is not None and uses_reference(config):
@@ -58,6 +58,19 @@ def validate(config: Config, world_size: int, facts: ModelFacts | None, referenc
 def required_keys(config: Config) -> list[str]:
     """The settings without a default that this run needs."""
     return ["actor.model.path", "data.train_files"] + (["reward.function"] if generates(config) else [])
+
+
+def _sizes_in_range(in_range: list[str]) -> bool:
+    return not any(problem.startswith(_ARITHMETIC) for problem in in_range)
+
+
+def can_plan(config: Config, world: int) -> bool:
+    """True if layouts and batch sizes divide as they must, whatever else is wrong: batch_plan() then has an answer."""
+    if not _sizes_in_range(range_problems(config)) or training_layout_problems(config, world, None):
+        return False
+    if generates(config) and generation_layout_problems(config, world, None):
+        return False
+    return not batch_problems(config, world, generates(config))
 
 
 def _arithmetic_problems(config: Config, world: int, facts: ModelFacts | None) -> list[str]:

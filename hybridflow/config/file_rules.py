@@ -1,0 +1,57 @@
+"""Files and folders a run reads or writes: do they exist here? Their content is checked by the code that reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from omegaconf import MISSING
+
+from hybridflow.config import keys
+from hybridflow.config.schema import Config, ModelConfig
+from hybridflow.config.validate import uses_reference
+
+
+def file_problems(config: Config) -> list[str]:
+    """Every missing weight file, tokenizer, template and data file, and a run folder that is in use. The model folders themselves
+    are read_model_facts's."""
+    problems = list(_model_problems("actor.model", config.actor.model))
+    if uses_reference(config) and config.reference.model.path != config.actor.model.path:
+        problems += list(_weight_problems("reference.model.path", config.reference.model.path))
+    if config.data.train_files != MISSING:
+        problems += _data_problems("data.train_files", config.data.train_files)
+    return problems + _data_problems("data.val_files", config.data.val_files) + _run_folder_problems(config)
+
+
+def _model_problems(key: str, model: ModelConfig) -> Iterator[str]:
+    yield from _weight_problems(f"{key}.path", model.path)
+    name, path = (f"{key}.path", model.path) if model.tokenizer_path is None else (f"{key}.tokenizer_path", model.tokenizer_path)
+    if model.tokenizer_path is not None and not Path(path).is_dir():
+        yield f"{name}={path}: no such folder; it holds the tokenizer's files, or null takes those of {key}.path."
+    elif Path(path).is_dir() and not any(any(Path(path).glob(pattern)) for pattern in ("tokenizer*", "vocab*")):
+        yield f"{name}={path}: no tokenizer files in it (tokenizer.json, ...); add them or set {key}.tokenizer_path."
+    if model.chat_template is not None and not Path(model.chat_template).is_file():
+        yield f"{key}.chat_template={model.chat_template}: no such file; it is a Jinja template, or null takes the tokenizer's own."
+
+
+def _weight_problems(key: str, path: str) -> Iterator[str]:
+    if Path(path).is_dir() and not any(Path(path).glob("*.safetensors")):
+        yield f"{key}={path}: no *.safetensors file in it; save the model with save_pretrained (safetensors is its format)."
+
+
+def _data_problems(key: str, files: list[str]) -> list[str]:
+    problems = []
+    for name in files:
+        path = Path(name)
+        if not path.exists():
+            near = keys.nearest(path.name, [entry.name for entry in path.parent.iterdir()], 0.7) if path.parent.is_dir() else None
+            hint = f"; did you mean {path.parent / near}?" if near else ""
+            problems.append(f"{key}: {name} does not exist{hint} (folder here: {Path.cwd()})")
+    return problems
+
+
+def _run_folder_problems(config: Config) -> list[str]:
+    folder = Path(config.trainer.output_dir) / config.trainer.name
+    if config.trainer.overwrite or not folder.is_dir() or not any(folder.iterdir()):
+        return []
+    return [f"trainer.name={config.trainer.name}: {folder} holds an earlier run; choose another name or set trainer.overwrite=true."]

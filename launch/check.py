@@ -1,0 +1,116 @@
+"""Checks a run without starting it and without GPUs: settings, layouts against the model, batch plan, files.
+
+    python launch/check.py actor.model.path=FOLDER data.train_files=prompts.jsonl reward.function=my_rewards:score --ranks=8
+
+Prints every problem at once. Exit code 0: the run can start; 2: it cannot.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+
+from hybridflow.config.batch_plan import BatchPlan, batch_plan
+from hybridflow.config.file_rules import file_problems
+from hybridflow.config.help import help_text
+from hybridflow.config.layout import Layout
+from hybridflow.config.load import LoadedConfig, load_config
+from hybridflow.config.model_facts import ModelFacts, read_model_facts
+from hybridflow.config.ranks import ranks_here
+from hybridflow.config.schema import Config
+from hybridflow.config.validate import can_plan, generates, uses_reference, validate
+from hybridflow.config.warn import sequence_warning, warnings
+from hybridflow.errors import ConfigError, HybridFlowError
+from hybridflow.reshard.grouping import generation_layout
+
+
+@dataclass
+class Report:
+    """What the check found; `plan` is there when the settings allow one."""
+
+    world: int
+    facts: ModelFacts | None = None
+    plan: BatchPlan | None = None
+    problems: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+def check(config: Config, world: int) -> Report:
+    """Every check that needs no worker."""
+    report = Report(world)
+    report.facts = _facts(config.actor.model.path, "actor.model.path", report.problems)
+    reference = None
+    if uses_reference(config) and config.reference.model.path != config.actor.model.path:
+        reference = _facts(config.reference.model.path, "reference.model.path", report.problems)
+    found = validate(config, world, report.facts, reference)
+    if can_plan(config, world):
+        generation = generation_layout(Layout(world, tp=config.actor.parallel.tp, pp=config.actor.parallel.pp), config.rollout.tp)
+        report.plan = batch_plan(config, world, generation if generates(config) else None)
+        report.warnings += warnings(config, report.facts)
+        if report.plan.rollout is not None:
+            report.warnings += sequence_warning(config, report.plan.rollout.sequences_per_replica)
+    report.problems += [problem for problem in found + file_problems(config) if problem not in report.problems]
+    return report
+
+
+def _facts(path: str, key: str, problems: list[str]) -> ModelFacts | None:
+    try:
+        return read_model_facts(path, key)
+    except ConfigError:
+        return None  # not set: validate() says so
+    except HybridFlowError as error:
+        problems.append(str(error))
+        return None
+
+
+def split_ranks(arguments: list[str]) -> tuple[int | None, list[str]]:
+    """Takes --ranks=N or --ranks N out of the arguments."""
+    rest, value, tokens = [], None, iter(arguments)
+    for token in tokens:
+        if token == "--ranks" or token.startswith("--ranks="):
+            value = token.partition("=")[2] or next(tokens, "")
+        else:
+            rest.append(token)
+    if value is None:
+        return None, rest
+    if not value.isdigit() or int(value) < 1:
+        raise ConfigError(f"--ranks={value}: the number of worker processes of the whole run, 1 or more.")
+    return int(value), rest
+
+
+def render(loaded: LoadedConfig, report: Report) -> str:
+    """The report for people."""
+    lines = [f"{loaded.config.algorithm.name} on {report.world} rank{'s' if report.world > 1 else ''}"]
+    if report.facts is not None:
+        facts = report.facts
+        size = f"{facts.parameters / 1e6:,.1f} M parameters, {facts.layers} layers, {facts.heads} heads, {facts.kv_heads} key-value heads"
+        lines.append(f"  {'model':<14} {facts.family}, {size}, vocabulary {facts.vocab} ({facts.path})")
+    if report.plan is not None:
+        lines.append(report.plan.text())
+    lines += [f"warning: {warning}" for warning in report.warnings]
+    lines += [f"✗ {problem}" for problem in report.problems]
+    count = len(report.problems)
+    lines.append(f"{count} problem{'s' if count > 1 else ''}; nothing was started." if count else "✓ The run can start.")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str]) -> int:
+    try:
+        ranks, rest = split_ranks(arguments)
+        loaded = load_config(rest)
+        if loaded.help:
+            print(help_text("python launch/check.py", __doc__.splitlines()[0], options="[--ranks=N]"), end="")
+            return 0
+        if loaded.print_config:
+            print(loaded.text, end="")
+            return 0
+        report = check(loaded.config, ranks or ranks_here(loaded.config.cluster))
+    except HybridFlowError as error:
+        print("\n".join(f"✗ {line}" for line in str(error).splitlines()), file=sys.stderr)
+        return error.EXIT_CODE
+    print(render(loaded, report))
+    return 2 if report.problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
