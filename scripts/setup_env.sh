@@ -63,23 +63,35 @@ wanted_stamp() {
 
 pin() { "$venv/bin/python" "$root/hybridflow/versions.py" "$1"; }
 
-# install TITLE PIP-ARGUMENTS...: pip's output goes to the log; now and then one line of it says that work goes on.
+# install TITLE PIP-ARGUMENTS...: pip's output goes to the log; every 20 seconds its last line shows that work goes on.
 install() {
-    local title=$1 start=$SECONDS shown=$SECONDS line
+    local title=$1
     shift
     say "$title"
-    "$venv/bin/python" -m pip install --no-input --progress-bar off "$@" 2>&1 | while IFS= read -r line; do
-        printf '%s\n' "$line" >>"$log"
-        [[ $line =~ ^\ *(Collecting|Downloading|Building|Processing|Installing) ]] || continue
-        if ((SECONDS - shown >= 20)); then
-            shown=$SECONDS
-            say "  $((SECONDS - start)) s: $(cut -c1-90 <<<"${line#"${line%%[! ]*}"}")"
-        fi
-    done || {
+    # Compiling every module of every package takes a minute; Python compiles those it imports.
+    "$venv/bin/python" -m pip install --no-input --no-compile --progress-bar off "$@" 2>&1 | log_with_signs_of_life || {
         tail -n 25 "$log" >&2
         fail "installation of '$title' failed; the whole output is in $log." \
             "If a package was not found: check pip's index and proxy settings ('$venv/bin/python -m pip config list')."
     }
+}
+
+log_with_signs_of_life() {
+    local start=$SECONDS shown=$SECONDS line last= status
+    while true; do
+        status=0
+        IFS= read -r -t 20 line || status=$?
+        if ((status == 0)); then
+            printf '%s\n' "$line" >>"$log"
+            [[ $line =~ ^\ *(Collecting|Downloading|Building|Processing|Installing) ]] && last=${line#"${line%%[! ]*}"}
+        elif ((status <= 128)); then
+            return 0 # pip has ended; above 128: nothing came for 20 seconds
+        fi
+        if ((SECONDS - shown >= 20)); then
+            shown=$SECONDS
+            say "  $((SECONDS - start)) s: ${last:0:90}"
+        fi
+    done
 }
 
 make_venv() {

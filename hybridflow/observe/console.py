@@ -25,6 +25,7 @@ class PlainConsole:
         self.total_steps = total_steps
         self.rows: list[dict[str, float]] = []
         self._stream = stream or sys.stdout
+        self._lines = 0
         self._repeats: dict[str, int] = {}
 
     def start(self, title: str, summary: Mapping[str, object]) -> None:
@@ -32,12 +33,13 @@ class PlainConsole:
         self.show("\n".join([title, *_pairs(summary)]))
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Shows the metrics of a step that is complete (step 0: validation before training)."""
-        row = {**metrics, "step": step}
-        if len(self.rows) % HEADER_EVERY == 0:
+        """Shows metrics of a step that is complete (0: before training). A second call for a step, say with the validation
+        reward, joins its row of the live and the final table."""
+        if self._lines % HEADER_EVERY == 0:
             self.show(self._header())
-        self.rows.append(row)
-        self.show(self._line(row, phases=True))
+        self._lines += 1
+        self._record(step, metrics)
+        self.show(self._line({**metrics, "step": step}, phases=True))
 
     def phase(self, name: str) -> None:
         """The phase that begins ("" when it ends); shown by the live table only."""
@@ -74,6 +76,12 @@ class PlainConsole:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _record(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self.rows and self.rows[-1]["step"] == step:
+            self.rows[-1] = {**self.rows[-1], **metrics}
+        else:
+            self.rows.append({"step": step, **metrics})
 
     def _show_warning(self, text: str) -> None:
         self.show(text)

@@ -42,9 +42,9 @@ class LiveConsole(PlainConsole):
         self._live.start()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.rows.append({**metrics, "step": step})
-        if step > 0:
+        if step > 0 and not (self.rows and self.rows[-1]["step"] == step):
             self._step_ends.append(time.monotonic())
+        self._record(step, metrics)
         if self._live:
             self._live.refresh()
 

@@ -74,7 +74,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, float]]:
         raise DataError(f"no metrics at {path}; a run folder has metrics.jsonl once its first step is done")
     text = path.read_text(encoding="utf-8")
     rows = []
-    for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), start=1):
+    for number, line in enumerate(text.split("\n")[:-1], start=1):  # names may hold what str.splitlines takes for an end
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:

@@ -33,11 +33,11 @@ class Panel:
 # title, unit of the vertical axis, (metric, label, style)...; a panel without data is left out.
 _PANELS: list[tuple[str, str, list[tuple[str, str, Style]]]] = [
     ("Reward", "score", [(names.REWARD, "rollouts", "line"), (names.VAL_REWARD, "validation", "markers")]),
-    ("Loss", "loss", [(names.LOSS, "training", "line"), (names.VAL_LOSS, "validation", "markers")]),
     ("KL to the reference", "nats / token", [(names.KL, "KL", "line")]),
     ("Entropy", "nats / token", [(names.ENTROPY, "entropy", "line")]),
     ("Response length", "tokens", [(names.RESPONSE_LENGTH, "mean", "line"), (names.RESPONSE_LENGTH_MAX, "max", "line")]),
     ("Rollout-trainer log-prob gap", "nats", [(names.LOG_PROB_GAP, "mean", "line"), (names.LOG_PROB_GAP_MAX, "max", "line")]),
+    ("Loss", "loss", [(names.LOSS, "training", "line"), (names.VAL_LOSS, "validation", "markers")]),
     ("Gradient norm", "norm", [(names.GRAD_NORM, "gradient", "line")]),
     ("Throughput", "tokens / s", [(names.TOKENS_PER_SECOND, "tokens / s", "line")]),
 ]
@@ -45,9 +45,13 @@ _LOG_SPAN = 50.0  # a gap that spans more than this factor is drawn on a logarit
 
 
 def panels(rows: Sequence[dict[str, float]]) -> list[Panel]:
-    """The panels with data in `rows` (as read_metrics gives them), in reading order; seconds by phase last."""
+    """The panels with data in `rows` (as read_metrics gives them), in reading order; seconds by phase last.
+
+    Reward leads in reinforcement learning, the loss where there is no training reward.
+    """
     found = []
-    for title, unit, members in _PANELS:
+    rewarded = any(names.REWARD in row for row in rows)
+    for title, unit, members in sorted(_PANELS, key=lambda panel: not rewarded and panel[0] != "Loss"):
         series = [s for s in (_series(rows, *member) for member in members) if s.x]
         if series:
             found.append(Panel(title, unit, series, log="gap" in title and _wide(series)))
@@ -76,9 +80,10 @@ def _seconds(rows: Sequence[dict[str, float]]) -> list[Series]:
 
 
 def moving_mean(values: Sequence[float], window: int) -> list[float]:
-    """Mean over up to `window` values that end at each place, NaN left out."""
+    """Mean over the `window` values around each place (fewer at the ends, always as many before as after), NaN left out."""
     means = []
-    for end in range(1, len(values) + 1):
-        known = [v for v in values[max(0, end - window) : end] if not math.isnan(v)]
+    for place in range(len(values)):
+        reach = min(window // 2, place, len(values) - 1 - place)
+        known = [v for v in values[place - reach : place + reach + 1] if not math.isnan(v)]
         means.append(sum(known) / len(known) if known else math.nan)
     return means

@@ -83,7 +83,8 @@ def _plain(value: Any) -> Any:
 
 
 def write_rollouts(folder: str | os.PathLike[str], step: int, rollouts: Sequence[Rollout]) -> Path:
-    """Writes folder/step_<step>.jsonl, complete or not at all; returns its path."""
+    """Writes folder/step_<step>.jsonl (making the folder), complete or not at all; returns its path."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
     path = Path(folder) / f"step_{step:06d}.jsonl"
     write_atomic(path, "".join(rollout.to_json() + "\n" for rollout in rollouts))
     return path
@@ -97,7 +98,7 @@ def read_rollouts(path: str | os.PathLike[str]) -> list[Rollout]:
             try:
                 row = json.loads(line)
                 fields = {name: row.pop(name) for name in _FIELDS}
-            except (json.JSONDecodeError, KeyError, AttributeError) as error:
+            except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
                 raise DataError(f"{path}, line {number}: not a rollout ({type(error).__name__}: {error})") from error
             found.append(Rollout(**fields | {"reward": strict_json.number(fields["reward"])}, columns=row))
     return found

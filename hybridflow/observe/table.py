@@ -16,6 +16,11 @@ def fixed(value: float) -> str:
     return f"{value:.3f}"
 
 
+def seconds(value: float) -> str:
+    """Two decimals."""
+    return f"{value:.2f}"
+
+
 def small(value: float) -> str:
     """For numbers that matter by their order of magnitude: 0.0123, 4.5e-07."""
     return f"{value:.4f}" if value == 0 or abs(value) >= 1e-3 else f"{value:.1e}"
@@ -46,7 +51,7 @@ RL_COLUMNS = (
     Column("length", names.RESPONSE_LENGTH, 8, count),
     Column("tokens/s", names.TOKENS_PER_SECOND, 9, count),
     Column("gap", names.LOG_PROB_GAP, 9, small),
-    Column("seconds", names.SECONDS_TOTAL, 8, fixed),
+    Column("seconds", names.SECONDS_TOTAL, 8, seconds),
 )
 
 SFT_COLUMNS = (
@@ -56,7 +61,7 @@ SFT_COLUMNS = (
     Column("grad", names.GRAD_NORM, 9, small),
     Column("lr", names.LEARNING_RATE, 9, small),
     Column("tokens/s", names.TOKENS_PER_SECOND, 9, count),
-    Column("seconds", names.SECONDS_TOTAL, 8, fixed),
+    Column("seconds", names.SECONDS_TOTAL, 8, seconds),
 )
 
 COLUMNS = {"rl": RL_COLUMNS, "sft": SFT_COLUMNS}
@@ -73,11 +78,17 @@ def step_text(step: int, total: int | None) -> str:
 
 def phases_text(metrics: Mapping[str, float]) -> str:
     """Seconds by phase: "generate 3.2  update 4.1  other 0.1"."""
-    return "  ".join(f"{name} {seconds:.2f}" for name, seconds in names.phases(dict(metrics)).items())
+    return "  ".join(f"{name} {seconds(value)}" for name, value in names.phases(dict(metrics)).items())
 
 
 def thin(rows: Sequence[dict[str, float]], limit: int) -> list[dict[str, float]]:
-    """At most `limit` rows, evenly spaced, the first and the last among them."""
+    """At most `limit` rows, about evenly spaced, the first and the last among them; rows with more metrics (validation) go first."""
     if len(rows) <= limit:
         return list(rows)
-    return [rows[round(i * (len(rows) - 1) / (limit - 1))] for i in range(limit)]
+    spacing = (len(rows) - 1) / (limit - 1)
+    picked = {0, len(rows) - 1}
+    for slot in range(1, limit - 1):
+        middle = round(slot * spacing)
+        near = range(math.ceil((slot - 0.5) * spacing), max(middle, math.ceil((slot + 0.5) * spacing) - 1) + 1)
+        picked.add(max((i for i in near if 0 < i < len(rows) - 1), key=lambda i: (len(rows[i]), -abs(i - middle)), default=middle))
+    return [rows[i] for i in sorted(picked)]
