@@ -1,0 +1,190 @@
+"""The training engine: a Hugging Face model on Megatron-Core, cut by a Layout, for packed rows of any length."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hybridflow.config.layout import Layout
+from hybridflow.config.schema import OptimizerConfig
+from hybridflow.data.batch import Batch, Ragged
+from hybridflow.engine import compat  # noqa: F401  (before megatron)
+from hybridflow.engine.device import Device
+from hybridflow.engine.loss_types import TokenLoss
+from hybridflow.engine.metrics import merge
+from hybridflow.engine.model import build_chunks, named_parameters, transformer_config
+from hybridflow.engine.optimizer import Optimizer, wrap_chunks
+from hybridflow.engine.packing import assign, costs, least_count
+from hybridflow.engine.parallel import init_parallel
+from hybridflow.engine.schedule import Consumer, Head, MicroBatch, micro_batch, run, scoring_consumer, training_consumer
+from hybridflow.engine.vocab_parallel import VocabShard
+from hybridflow.errors import NumericsError, PhaseError
+from hybridflow.models.checkpoint import load_shards
+from hybridflow.models.shards import ShardParameter
+from hybridflow.models.weight_map import padded_vocab, weight_map
+from megatron.core.distributed import finalize_model_grads
+
+
+class MegatronEngine:
+    """One role's model on this rank. Every method is collective: all ranks of the layout call it in the same order.
+
+    With `optimizer` None the engine only computes log-probs (reference role) and holds no gradient buffers.
+    `total_steps`: optimizer steps of the run, needed by decaying learning-rate schedules.
+    """
+
+    def __init__(
+        self,
+        hf_config: Any,
+        layout: Layout,
+        *,
+        dtype: torch.dtype,
+        device: Device,
+        optimizer: OptimizerConfig | None,
+        sequence_parallel: bool = False,
+        recompute: str = "none",
+        seed: int = 1,
+        total_steps: int | None = None,
+    ) -> None:
+        """Raises ConfigError or ModelError when the model, the layout and the settings do not fit."""
+        self.layout, self.device, self.dtype, self.seed = layout, device, dtype, seed
+        self.weights = weight_map(hf_config)
+        self.weights.megatron(layout, 0)  # refuses what does not divide, before groups are made
+        self.parallel = init_parallel(layout, device)
+        settings = self.weights.settings
+        self.config = transformer_config(
+            settings, self.parallel, device, dtype=dtype, sequence_parallel=sequence_parallel, recompute=recompute
+        )
+        self.chunks: list[torch.nn.Module] = list(build_chunks(settings, self.config, self.parallel, device))
+        self.vocab = VocabShard.of(self.weights.vocab, padded_vocab(self.weights.vocab, layout.tp), self.parallel.groups.tp)
+        self.optimizer: Optimizer | None = None
+        if optimizer is None:
+            for chunk in self.chunks:
+                chunk.requires_grad_(False).eval()
+        else:
+            self.config.finalize_model_grads_func = _finalize
+            self.chunks = list(wrap_chunks(self.chunks, self.config, self.parallel))
+            self.optimizer = Optimizer(optimizer, self.chunks, self.parallel, device, dtype=dtype, total_steps=total_steps)
+        self._loaded = False
+        self._offloaded = False
+
+    def load(self, path: str) -> None:
+        """Read this rank's slices of a Hugging Face safetensors checkpoint. Raises ModelError when tensors are missing or misshaped."""
+        with torch.no_grad():
+            load_shards(path, self.shard_parameters(), self.parameters())
+        self.weights_changed()
+
+    def weights_changed(self) -> None:
+        """Tell the engine that `parameters()` were written from outside (load, resume)."""
+        if self.optimizer is not None:
+            self.optimizer.reload_weights()
+        self._loaded = True
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """This rank's parameters by Megatron name with global layer numbers: live storage, in the model's dtype."""
+        return {name: parameter.data for name, parameter in named_parameters(self.chunks).items()}
+
+    def shard_parameters(self) -> dict[str, ShardParameter]:
+        """Which pieces of which logical tensors `parameters()` hold."""
+        return self.weights.megatron(self.layout, self.parallel.rank)
+
+    @torch.no_grad()
+    def log_probs(self, batch: Batch, *, temperature: float, token_budget: int, entropy: bool) -> Batch:
+        """Log-probability of each response token under the present weights.
+
+        batch: rows of this data-parallel rank (the same on its tp and pp ranks; may be empty) with prompt_ids and response_ids.
+        Returns `log_prob` and, when asked for, `entropy`: Ragged float32 on the CPU, aligned with response_ids, on every rank.
+        """
+        self._ready("log_probs")
+        micro_batches = self._micro_batches(batch, token_budget, columns=False)
+        lengths = batch["response_ids"].lengths
+        values = torch.zeros((1 + entropy, int(lengths.sum())), dtype=torch.float32, device=self.device.torch_device)
+        if micro_batches:
+            for chunk in self.chunks:
+                chunk.eval()
+            results = self._run(micro_batches, scoring_consumer(self._head(temperature, entropy)), forward_only=True)
+            for micro, columns in zip(micro_batches, results):
+                for row, column in zip(values, columns):
+                    row[micro.source_N] = column
+            self._from_last_stage(values)
+        host = values.cpu()
+        names = ("log_prob", "entropy")[: len(host)]
+        return Batch({name: Ragged(row, lengths) for name, row in zip(names, host)})
+
+    def update(self, batch: Batch, loss: TokenLoss, *, temperature: float, token_budget: int, entropy: bool) -> dict[str, float]:
+        """One optimizer step on a mini-batch.
+
+        batch: rows of this data-parallel rank, with prompt_ids, response_ids and whatever `loss` reads. Gradients are sums over
+        tokens, micro-batches and ranks. Returns loss, grad_norm (before clipping), lr and the loss function's own metrics, equal
+        on every rank. Raises NumericsError on every rank, weights untouched, when the loss or the gradient is not finite.
+        """
+        self._ready("update")
+        if self.optimizer is None:
+            raise PhaseError("update on an engine without optimizer: it was built for inference only")
+        micro_batches = self._micro_batches(batch, token_budget, columns=True)
+        if not micro_batches:
+            raise ValueError("no rank has a response token in this mini-batch: there is nothing to learn from")
+        for chunk in self.chunks:
+            chunk.train()
+        self.optimizer.zero_grad()
+        results = self._run(micro_batches, training_consumer(self._head(temperature, entropy), loss), forward_only=False)
+        metrics = merge(results, self.parallel)
+        norm = self.optimizer.gradient_norm()
+        if not (math.isfinite(metrics["loss"]) and math.isfinite(norm)):
+            raise NumericsError(
+                f"loss {metrics['loss']}, gradient norm {norm}: the weights were not updated. Look at the loss function's inputs "
+                f"(log-probs, advantages) and metrics: {metrics}"
+            )
+        self.optimizer.step(norm)
+        return {**metrics, "grad_norm": norm, "lr": self.optimizer.lr}
+
+    def offload_optimizer(self) -> None:
+        """Free the gradient buffers and move the optimizer state to host memory; weights stay."""
+        if self.optimizer is not None and not self._offloaded:
+            self.optimizer.offload()
+            self._offloaded = True
+
+    def onload_optimizer(self) -> None:
+        """Undo offload_optimizer."""
+        if self.optimizer is not None and self._offloaded:
+            self.optimizer.onload()
+            self._offloaded = False
+
+    def _ready(self, verb: str) -> None:
+        if not self._loaded:
+            raise PhaseError(f"{verb} before load: the engine has no weights yet")
+        if verb == "update" and self._offloaded:
+            raise PhaseError("update while the optimizer is offloaded; call onload_optimizer first")
+
+    def _micro_batches(self, batch: Batch, token_budget: int, *, columns: bool) -> list[MicroBatch]:
+        """The rows in packed micro-batches: as many on every data-parallel rank, since all of them join each gradient sum."""
+        if token_budget < 1:
+            raise ValueError(f"token budget must be positive, got {token_budget}")
+        lengths = costs(batch)
+        count = torch.tensor(least_count(lengths, token_budget), device=self.device.torch_device)
+        dist.all_reduce(count, op=dist.ReduceOp.MAX, group=self.parallel.groups.dp_cp)
+        multiple = self.layout.pp if self.layout.vpp > 1 else 1  # the interleaved schedule takes whole rounds of stages
+        total = math.ceil(int(count) / multiple) * multiple
+        pad = self.layout.tp if self.config.sequence_parallel else 1
+        return [
+            micro_batch(batch, rows, multiple=pad, columns=columns, device=self.device.torch_device, dtype=self.dtype)
+            for rows in assign(lengths, token_budget, total)
+        ]
+
+    def _head(self, temperature: float, entropy: bool) -> Head:
+        return Head(self.vocab, temperature, entropy, self.config.sequence_parallel, self.parallel.groups.tp)
+
+    def _run(self, micro_batches: list[MicroBatch], consume: Consumer, *, forward_only: bool) -> list[Any]:
+        return run(self.chunks, self.config, self.parallel, micro_batches, consume, forward_only=forward_only)
+
+    def _from_last_stage(self, values: torch.Tensor) -> None:
+        group = self.parallel.groups.pp
+        if group.size() > 1:
+            dist.broadcast(values, dist.get_global_rank(group, group.size() - 1), group=group)
+
+
+def _finalize(model: list[torch.nn.Module], num_tokens: torch.Tensor | None = None, **kwargs: Any) -> None:
+    """Megatron's gradient reductions without its division by the number of tokens: denominators are in the loss already."""
+    finalize_model_grads(model, None, **kwargs)

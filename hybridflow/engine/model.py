@@ -1,0 +1,173 @@
+"""A Megatron GPT model for packed sequences: configuration, layer spec, chunks of this rank, and their global names."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from hybridflow.engine import compat  # noqa: F401  (before megatron)
+from hybridflow.engine.attention import PackedAttention, Packing
+from hybridflow.engine.device import Device
+from hybridflow.engine.norm import RMSNorm
+from hybridflow.engine.parallel import Parallel
+from hybridflow.errors import ConfigError
+from hybridflow.models.settings import MegatronSettings
+from hybridflow.models.weight_map import padded_vocab
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import RowParallelLinear
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+
+logging.getLogger("megatron").setLevel(logging.ERROR)
+
+
+class PackedGPTModel(GPTModel):
+    """GPTModel that takes packed tokens [1, T] with a Packing and ends with hidden states, not logits.
+
+    Logits of all tokens over the whole vocabulary would be the largest tensor of the step, and only those of response
+    tokens are needed: the schedule asks `output_weight` for the head and computes them in chunks (vocab_parallel.py).
+    """
+
+    def _preprocess(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, *_: Any, packed_seq_params: Packing, **__: Any
+    ) -> tuple[torch.Tensor | None, torch.Tensor, None, None, None, None]:
+        embedded = self.embedding(input_ids=input_ids, position_ids=position_ids) if self.pre_process else None
+        return embedded, self._rotary(position_ids[0]), None, None, None, None
+
+    def _rotary(self, positions_T: torch.Tensor) -> torch.Tensor:
+        """Rotary angles of each token, float32 [T, 1, 1, D]: the layout Megatron's unpacked rotary expects."""
+        rotary = self.rotary_pos_emb
+        if rotary.inv_freq.device != positions_T.device:
+            rotary.inv_freq = rotary.inv_freq.to(positions_T.device)
+        positions = positions_T.float()
+        if rotary.seq_len_interpolation_factor is not None:
+            positions = positions / rotary.seq_len_interpolation_factor
+        angles = torch.outer(positions, rotary.inv_freq)
+        return torch.cat((angles, angles), dim=-1)[:, None, None, :]
+
+    def _postprocess(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return hidden_states
+
+    @property
+    def output_weight(self) -> torch.Tensor:
+        """The head's shard [V / tp, H]; only where post_process."""
+        return self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else self.output_layer.weight
+
+
+class BiasedRowParallelLinear(RowParallelLinear):
+    """An attention output projection with a bias in a model whose other linear layers have none."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{**kwargs, "bias": True})
+
+
+def transformer_config(
+    settings: MegatronSettings, parallel: Parallel, device: Device, *, dtype: torch.dtype, sequence_parallel: bool, recompute: str
+) -> TransformerConfig:
+    """Megatron's configuration of the model on this layout. Raises ConfigError for what the engine cannot do."""
+    layout = parallel.layout
+    if settings.activation != "silu":
+        raise ConfigError(f"activation {settings.activation!r} is not supported by the Megatron engine")
+    if recompute not in RECOMPUTE:
+        raise ConfigError(f"actor.recompute={recompute!r} is none of {', '.join(RECOMPUTE)}")
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise ConfigError(f"model.dtype {dtype} is not supported by the Megatron engine; use bfloat16 or float32")
+    if layout.cp > 1:
+        raise ConfigError(f"parallel.cp={layout.cp}: the Megatron engine has no context parallelism yet; set it to 1")
+    virtual = {"virtual_pipeline_model_parallel_size": layout.vpp, "overlap_p2p_comm": True, "batch_p2p_comm": False} if layout.vpp > 1 else {}
+    return TransformerConfig(
+        **settings.transformer,
+        **RECOMPUTE[recompute],
+        **virtual,
+        activation_func=F.silu,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        sequence_parallel=sequence_parallel and layout.tp > 1,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        # Weights are always loaded. The initialisation still runs, as it is what marks parameters as tensor parallel.
+        init_method=torch.nn.init.zeros_,
+        output_layer_init_method=torch.nn.init.zeros_,
+        use_cpu_initialization=not device.is_cuda,
+        # Losses are sums with their denominators inside: no scaling by ranks or micro-batches anywhere.
+        calculate_per_token_loss=True,
+        variable_seq_lengths=layout.pp > 1,
+        moe_token_dispatcher_type="alltoall",  # variable_seq_lengths asks for it even in a dense model
+        deallocate_pipeline_outputs=layout.pp > 1,
+        # Fusions that need Transformer Engine or apex.
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+    )
+
+
+def block_spec(config: TransformerConfig, settings: MegatronSettings, chunk: int | None) -> TransformerBlockSubmodules:
+    """Megatron's local layers with our attention and norm."""
+    layer = copy.deepcopy(get_gpt_layer_local_spec(normalization="RMSNorm"))
+    layer.submodules.input_layernorm = RMSNorm
+    layer.submodules.pre_mlp_layernorm = RMSNorm
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if settings.attention_output_bias:
+        attention.linear_proj = BiasedRowParallelLinear
+    count = get_num_layers_to_build(config, vp_stage=chunk)
+    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=RMSNorm)
+
+
+def build_chunks(settings: MegatronSettings, config: TransformerConfig, parallel: Parallel, device: Device) -> list[PackedGPTModel]:
+    """The model chunks of this rank (one, or vpp of them), on the device, weights not loaded.
+
+    No Float16Module around them: parameters have the dtype already, and its float32 copy of the output is not wanted.
+    """
+    layout = parallel.layout
+    arguments = {**settings.gpt, "vocab_size": padded_vocab(settings.gpt["vocab_size"], layout.tp)}
+    chunks = []
+    for chunk in range(layout.vpp):
+        virtual = chunk if layout.vpp > 1 else None
+        model = PackedGPTModel(
+            config=config,
+            transformer_layer_spec=block_spec(config, settings, virtual),
+            pre_process=parallel.first_stage and chunk == 0,
+            post_process=parallel.last_stage and chunk == layout.vpp - 1,
+            parallel_output=True,
+            pg_collection=parallel.groups,
+            vp_stage=virtual,
+            **arguments,
+        )
+        chunks.append(model.to(device.torch_device))
+    return chunks
+
+
+def unwrap(chunk: torch.nn.Module) -> PackedGPTModel:
+    while not isinstance(chunk, PackedGPTModel):
+        chunk = chunk.module
+    return chunk
+
+
+def named_parameters(chunks: list[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
+    """Parameters of this rank by Megatron name with global layer numbers (from 0)."""
+    parameters = {}
+    for chunk in map(unwrap, chunks):
+        numbers = {str(i): layer.layer_number - 1 for i, layer in enumerate(chunk.decoder.layers)}
+        for name, parameter in chunk.named_parameters():
+            if name.startswith("decoder.layers."):
+                local, rest = name.removeprefix("decoder.layers.").split(".", 1)
+                name = f"decoder.layers.{numbers[local]}.{rest}"
+            parameters[name] = parameter
+    return parameters

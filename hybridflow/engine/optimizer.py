@@ -1,0 +1,181 @@
+"""AdamW on Megatron's distributed optimizer: learning-rate schedule, decay groups, clipping, offload."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hybridflow.config.schema import OptimizerConfig
+from hybridflow.engine import compat  # noqa: F401  (before megatron)
+from hybridflow.engine.device import Device
+from hybridflow.engine.parallel import Parallel
+from hybridflow.errors import ConfigError
+from megatron.core import optimizer as megatron_optimizer
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+SCHEDULES = ("constant", "linear", "cosine")
+FOREVER = 2**31  # "number of steps" of a schedule that does not decay
+
+
+def wrap_chunks(chunks: list[torch.nn.Module], config: TransformerConfig, parallel: Parallel) -> list[DistributedDataParallel]:
+    """Chunks with float32 gradient buffers, reduced by SUM over data-parallel ranks (calculate_per_token_loss)."""
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+    return [
+        DistributedDataParallel(config=config, ddp_config=ddp, module=chunk, disable_bucketing=i > 0, pg_collection=parallel.groups)
+        for i, chunk in enumerate(chunks)
+    ]
+
+
+def check(config: OptimizerConfig, total_steps: int | None) -> None:
+    """Raises ConfigError listing every setting that cannot work. total_steps: optimizer steps of the run."""
+    problems = []
+    if config.schedule not in SCHEDULES:
+        problems.append(f"optimizer.schedule={config.schedule!r} is none of {', '.join(SCHEDULES)}")
+    elif config.schedule != "constant" and total_steps is None:
+        problems.append(f"optimizer.schedule={config.schedule} decays over the run, so the engine must be given total_steps")
+    if not 0 <= config.min_lr <= config.lr:
+        problems.append(f"optimizer.min_lr={config.min_lr} must lie between 0 and optimizer.lr={config.lr}")
+    if config.warmup_steps < 0 or (total_steps is not None and config.warmup_steps >= total_steps):
+        problems.append(f"optimizer.warmup_steps={config.warmup_steps} must be at least 0 and below the {total_steps} steps of the run")
+    if config.weight_decay < 0 or config.clip_grad < 0:
+        problems.append(f"optimizer.weight_decay={config.weight_decay} and optimizer.clip_grad={config.clip_grad} must not be negative")
+    if problems:
+        raise ConfigError(problems)
+
+
+class Optimizer:
+    """One step = gradients to main gradients, global norm, clip, AdamW, new weights gathered over data-parallel ranks.
+
+    Matrices are decayed by weight_decay; biases and norms (one dimension) never are.
+    """
+
+    def __init__(
+        self,
+        config: OptimizerConfig,
+        chunks: list[DistributedDataParallel],
+        parallel: Parallel,
+        device: Device,
+        *,
+        dtype: torch.dtype,
+        total_steps: int | None,
+    ) -> None:
+        check(config, total_steps)
+        self.clip_grad, self.chunks, self.device = config.clip_grad, chunks, device
+        settings = megatron_optimizer.OptimizerConfig(
+            optimizer="adam",
+            lr=config.lr,
+            min_lr=config.min_lr,
+            weight_decay=config.weight_decay,
+            adam_beta1=config.beta1,
+            adam_beta2=config.beta2,
+            adam_eps=config.eps,
+            clip_grad=config.clip_grad,
+            bf16=dtype == torch.bfloat16,
+            params_dtype=dtype,
+            use_distributed_optimizer=True,
+        )
+        self.megatron = megatron_optimizer.get_megatron_optimizer(
+            settings,
+            chunks,
+            config_overrides=megatron_optimizer.get_standard_config_overrides(settings),
+            use_gloo_process_groups=False,
+            pg_collection=parallel.groups,
+        )
+        # Decay is switched off for biases and norms by `wd_mult`, which only the scheduler applies: it must step every time.
+        self.scheduler = OptimizerParamScheduler(
+            self.megatron,
+            init_lr=0.0 if config.warmup_steps else config.lr,
+            max_lr=config.lr,
+            min_lr=config.min_lr,
+            lr_warmup_steps=config.warmup_steps,
+            lr_decay_steps=max(total_steps or FOREVER, config.warmup_steps + 1),
+            lr_decay_style=config.schedule,
+            start_wd=config.weight_decay,
+            end_wd=config.weight_decay,
+            wd_incr_steps=FOREVER,
+            wd_incr_style="constant",
+        )
+        self._use_fused_kernel()
+
+    def _use_fused_kernel(self) -> None:
+        """One kernel for AdamW on a GPU; Megatron gives no way to ask torch for it."""
+        for inner in self._inner():
+            if self.device.is_cuda and type(inner.optimizer) is torch.optim.AdamW:
+                for group in inner.optimizer.param_groups:
+                    group.update(fused=True, foreach=False)
+
+    def _inner(self) -> list[Any]:
+        return [inner for inner in self.megatron.chained_optimizers if not inner.is_stub_optimizer]
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the last step."""
+        return self.megatron.param_groups[0]["lr"]
+
+    def zero_grad(self) -> None:
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.megatron.zero_grad()
+
+    @torch.no_grad()
+    def gradient_norm(self) -> float:
+        """Norm of the whole gradient, the same on every rank; moves reduced gradients to the main parameters first.
+
+        Tensor-parallel replicas and the second copy of tied embeddings are counted once.
+        """
+        self.megatron.prepare_grads()
+        total = torch.zeros((), dtype=torch.float64, device=self.device.torch_device)
+        for inner in self._inner():
+            gradients = inner.get_main_grads_for_grad_norm()
+            if gradients:
+                total += torch.nn.utils.get_total_norm(gradients).double().square()
+        dist.all_reduce(total, group=self.megatron.get_grad_stats_parallel_group())
+        return math.sqrt(total.item())
+
+    @torch.no_grad()
+    def step(self, norm: float) -> None:
+        """Clip by `norm` (a finite result of gradient_norm), advance the schedule, and update the weights."""
+        factor = self.clip_grad / (norm + 1e-6) if self.clip_grad > 0 else 1.0
+        if factor < 1.0:
+            gradients = [p.grad for inner in self._inner() for p in inner.get_parameters() if p.grad is not None]
+            if gradients:
+                torch._foreach_mul_(gradients, factor)
+        self.scheduler.step(1)  # before the step: the first of k warm-up steps runs at lr / k, not at 0
+        self.megatron.step_with_ready_grads()
+
+    def reload_weights(self) -> None:
+        """Copy the model's weights, changed from outside, into the float32 main parameters."""
+        self.megatron.reload_model_params()
+
+    def offload(self) -> None:
+        """Free gradient buffers and move Adam state and float32 main parameters to host memory (CPU: only the buffers)."""
+        self._move(torch.device("cpu"))
+        for chunk in self.chunks:
+            chunk.offload_grad_buffers(synchronize=False, empty_cache=False)
+        self.device.synchronize()
+        self.device.release_cache()
+
+    def onload(self) -> None:
+        """Undo offload; gradients are zero afterwards."""
+        self._move(self.device.torch_device)
+        for chunk in self.chunks:
+            chunk.restore_grad_buffers(synchronize=False)
+        self.device.synchronize()
+
+    def _move(self, target: torch.device) -> None:
+        """Megatron's own offload also moves main parameters of float32 models, which are views of the weights: the link breaks."""
+        for inner in self._inner():
+            for group in getattr(inner, "shard_fp32_from_float16_groups", []):
+                for main in group:
+                    if main is not None:
+                        main.data = main.data.to(target, non_blocking=True)
+                        main.grad = None
+            for state in inner.optimizer.state.values():
+                for name, value in state.items():
+                    if isinstance(value, torch.Tensor) and value.dim() > 0:
+                        state[name] = value.to(target, non_blocking=True)

@@ -1,0 +1,144 @@
+"""Rows -> packed micro-batches by token budget. Pure: the same lengths and budget give the same plan everywhere.
+
+The model reads all tokens of a row but the last (which is only predicted), so a row of prompt p and response r costs
+p + r - 1 tokens. Rows with an empty response have nothing to predict and are left out.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hybridflow.data.batch import Batch, Ragged
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """One micro-batch on the host. Legend: S sequences, T input tokens, N response tokens.
+
+    tokens_T, positions_T: [T] int64 input ids and positions inside each sequence. lengths: S lengths, in order; a last
+    sequence may be padding. predict_N: [N] int64 place among T whose output predicts response token n.
+    target_N: [N] int64 that token. source_N: [N] int64 its place among all response tokens of the batch.
+    rows: [R] int64 batch rows, in order. row_N: [N] int64 index into `rows`.
+    """
+
+    tokens_T: torch.Tensor
+    positions_T: torch.Tensor
+    lengths: tuple[int, ...]
+    predict_N: torch.Tensor
+    target_N: torch.Tensor
+    source_N: torch.Tensor
+    rows: torch.Tensor
+    row_N: torch.Tensor
+
+
+def costs(batch: Batch) -> list[int]:
+    """Input tokens of each row; 0 for a row with an empty response. Raises ValueError for an empty prompt."""
+    prompt, response = batch["prompt_ids"].lengths.tolist(), batch["response_ids"].lengths.tolist()
+    for row, (p, r) in enumerate(zip(prompt, response)):
+        if p == 0 and r > 0:
+            raise ValueError(f"row {row} has an empty prompt: its first response token has nothing to be predicted from")
+    return [p + r - 1 if r else 0 for p, r in zip(prompt, response)]
+
+
+def least_count(lengths: Sequence[int], budget: int) -> int:
+    """How many micro-batches the rows need (first fit, longest first); a row above the budget takes one alone."""
+    return len(_first_fit(lengths, budget))
+
+
+def assign(lengths: Sequence[int], budget: int, count: int) -> list[list[int]]:
+    """Rows of each of `count` micro-batches (`count` >= least_count), balanced by tokens; some may be empty.
+
+    Rows of length 0 are in none. A micro-batch exceeds the budget only when it is a single row that does.
+    """
+    bins = _balanced(lengths, count)
+    if any(len(rows) > 1 and sum(lengths[row] for row in rows) > budget for rows in bins):
+        bins = _first_fit(lengths, budget)
+        bins += [[] for _ in range(count - len(bins))]
+    return sorted((sorted(rows) for rows in bins), key=lambda rows: (not rows, rows))
+
+
+def pack(batch: Batch, rows: Sequence[int], multiple: int = 1) -> PackedRows:
+    """Lay rows end to end; the total is padded to a multiple of `multiple` (and to at least that) by a masked sequence."""
+    prompts, responses = batch["prompt_ids"], batch["response_ids"]
+    starts_p, starts_r = prompts.offsets().tolist(), responses.offsets().tolist()
+    tokens, positions, predict, target, source, row_ids, lengths = [], [], [], [], [], [], []
+    total = 0
+    for index, row in enumerate(rows):
+        first, last = starts_r[row], starts_r[row + 1]
+        tokens += [prompts.values[starts_p[row] : starts_p[row + 1]], responses.values[first : last - 1]]
+        length = starts_p[row + 1] - starts_p[row] + last - first - 1
+        positions.append(torch.arange(length))
+        total += length
+        predict.append(torch.arange(total - (last - first), total))
+        target.append(responses.values[first:last])
+        source.append(torch.arange(first, last))
+        row_ids.append(torch.full((last - first,), index))
+        lengths.append(length)
+    padding = -total % multiple if total else multiple
+    if padding:
+        tokens.append(torch.zeros(padding, dtype=torch.int64))
+        positions.append(torch.arange(padding))
+        lengths.append(padding)
+    return PackedRows(
+        tokens_T=_join(tokens),
+        positions_T=_join(positions),
+        lengths=tuple(lengths),
+        predict_N=_join(predict),
+        target_N=_join(target),
+        source_N=_join(source),
+        rows=torch.tensor(list(rows), dtype=torch.int64),
+        row_N=_join(row_ids),
+    )
+
+
+def token_columns(batch: Batch, packed: PackedRows) -> dict[str, torch.Tensor]:
+    """Every column of the micro-batch's response tokens: [N] each.
+
+    Ragged columns are taken where their lengths are the response's; columns of one number per row are repeated.
+    """
+    lengths = batch["response_ids"].lengths
+    columns = {}
+    for name, column in batch.columns.items():
+        if isinstance(column, Ragged):
+            if name not in ("prompt_ids", "response_ids") and torch.equal(column.lengths, lengths):
+                columns[name] = column.values[packed.source_N]
+        elif isinstance(column, torch.Tensor) and column.dim() == 1:
+            columns[name] = column[packed.rows][packed.row_N]
+    return columns
+
+
+def _join(parts: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+
+
+def _longest_first(lengths: Sequence[int]) -> list[int]:
+    return sorted((row for row, length in enumerate(lengths) if length), key=lambda row: (-lengths[row], row))
+
+
+def _first_fit(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for row in _longest_first(lengths):
+        fit = next((i for i, free in enumerate(room) if free >= lengths[row]), None)
+        if fit is None:
+            bins.append([])
+            room.append(budget)
+            fit = len(bins) - 1
+        bins[fit].append(row)
+        room[fit] -= lengths[row]
+    return bins
+
+
+def _balanced(lengths: Sequence[int], count: int) -> list[list[int]]:
+    """Longest row first into the emptiest micro-batch."""
+    bins: list[list[int]] = [[] for _ in range(count)]
+    heap = [(0, i) for i in range(count)]
+    for row in _longest_first(lengths):
+        tokens, i = heapq.heappop(heap)
+        bins[i].append(row)
+        heapq.heappush(heap, (tokens + lengths[row], i))
+    return bins
