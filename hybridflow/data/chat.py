@@ -1,40 +1,16 @@
-"""Tokenizer loading and the way from a prompt (text or chat messages) to token ids, with exactly one BOS."""
+"""The way from a prompt (text or chat messages) to token ids, with exactly one BOS."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jinja2
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from hybridflow.config.schema import ModelConfig
-from hybridflow.errors import DataError, ModelError
+from hybridflow.errors import DataError
 
 Messages = list[dict[str, Any]]
-
-
-def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer of `model.tokenizer_path` (else `model.path`), with `model.chat_template` put in when set.
-
-    Raises ModelError when no tokenizer can be loaded from there, DataError when the template file is missing.
-    """
-    path = model.tokenizer_path or model.path
-    if not Path(path).is_dir():  # a name would be looked up on the network
-        raise ModelError(f"the tokenizer folder {path} does not exist; correct actor.model.path or actor.model.tokenizer_path")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"no tokenizer in {path}: {str(error).splitlines()[0]}; set actor.model.tokenizer_path to a folder that has one"
-        ) from error
-    if model.chat_template is not None:
-        try:
-            tokenizer.chat_template = Path(model.chat_template).read_text()
-        except OSError as error:
-            raise DataError(f"actor.model.chat_template={model.chat_template} cannot be read: {error}") from error
-    return tokenizer
 
 
 def check_messages(messages: Any, place: str) -> Messages:

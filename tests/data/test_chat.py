@@ -9,7 +9,8 @@ from tokenizers import processors
 
 from hybridflow.config.schema import ModelConfig
 from hybridflow.data.char_tokenizer import char_tokenizer
-from hybridflow.data.chat import encode_chats, encode_texts, load_tokenizer, render_chat
+from hybridflow.data.chat import encode_chats, encode_texts, render_chat
+from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.errors import DataError, ModelError
 from tests.tiny import make_tiny_model, tiny_tokenizer
 
