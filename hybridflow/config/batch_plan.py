@@ -48,7 +48,7 @@ class BatchPlan:
     mini_batch_rows: int
     optimizer_steps: int  # per step of the trainer
     mini_batch_rows_per_dp_rank: int
-    update: Passes  # of one optimizer step
+    update: Passes | None  # of one optimizer step; None where the data files set the length of responses
     rollout: RolloutPlan | None
 
     @property
@@ -95,7 +95,7 @@ def batch_plan(config: Config, world_size: int, generation: GenerationLayout | N
         mini_batch_rows=mini,
         optimizer_steps=config.algorithm.update_epochs * (rows // mini),
         mini_batch_rows_per_dp_rank=mini // layout.dp,
-        update=passes(mini // layout.dp, longest, config.actor.max_tokens_per_micro_batch),
+        update=passes(mini // layout.dp, longest, config.actor.max_tokens_per_micro_batch) if generating else None,
         rollout=_rollout_plan(config, generation) if generation is not None else None,
     )
 
@@ -129,7 +129,9 @@ def render(plan: BatchPlan) -> str:
     return "\n".join(f"  {name:<14} {text}" for name, text in lines)
 
 
-def _passes_text(rows: int, work: Passes) -> str:
+def _passes_text(rows: int, work: Passes | None) -> str:
+    if work is None:
+        return f"{rows} sequences per dp rank, packed by the token budget"
     passes_ = "1 pass" if work.count == 1 else f"at most {work.count} passes"
     return f"{rows} sequences per dp rank, {work.rows_per_pass} of full length per micro-batch -> {passes_}"
 

@@ -32,10 +32,9 @@ def read_entries(path: Path, package: str) -> list[Entry]:
         text = path.read_text(encoding="utf-8")
         content = OmegaConf.load(path)
         root = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        raise ConfigError(f"{path}:{mark.line + 1 if mark else '?'}: not valid YAML: {error.problem}") from error
-    except (yaml.YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
+    except yaml.YAMLError as error:
+        raise yaml_error(error, str(path)) from error
+    except (OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not readable: {error}") from error
     if root is None:
         return []
@@ -43,6 +42,13 @@ def read_entries(path: Path, package: str) -> list[Entry]:
         raise ConfigError(f"{path}:1: a config file is a mapping of KEY: VALUE, this one is a {root.tag.rsplit(':', 1)[-1]}")
     root.value = [pair for pair in root.value if pair[0].value != "defaults"]  # Hydra's list of files, no setting
     return list(_flatten(root, OmegaConf.to_container(content), package))
+
+
+def yaml_error(error: yaml.YAMLError, path: str = "") -> ConfigError:
+    """The error of a YAML reader as file, line and reason."""
+    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+    place = f"{path or mark.name}:{mark.line + 1}" if mark else path
+    return ConfigError(f"{place}: not valid YAML: {getattr(error, 'problem', None) or error}")
 
 
 def _flatten(node: yaml.MappingNode, content: dict[Any, Any], prefix: str) -> Iterator[Entry]:

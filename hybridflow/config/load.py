@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
@@ -22,7 +23,7 @@ from omegaconf.errors import InterpolationToMissingValueError, MissingMandatoryV
 
 from hybridflow.config import keys, render
 from hybridflow.config.arguments import COMMAND_LINE, Arguments, parse
-from hybridflow.config.files import read_entries
+from hybridflow.config.files import read_entries, yaml_error
 from hybridflow.config.schema import Config
 from hybridflow.errors import ConfigError
 
@@ -53,11 +54,13 @@ def load_config(arguments: list[str], config_dir: Path = CONFIG_DIR) -> LoadedCo
     parsed = parse(arguments, groups=group_names(config_dir))
     parsed.config_dirs = [path.resolve() for path in parsed.config_dirs]
     directories = [*parsed.config_dirs, config_dir]
-    problems = parsed.problems + _choice_problems(parsed, directories) + _apply(OmegaConf.structured(Config), parsed)
+    problems = parsed.problems + _choice_problems(parsed, directories) + _apply(_scratch(), parsed)
     if problems:
         raise ConfigError(problems)
     try:
         composed, files = _compose(parsed, directories)
+    except yaml.YAMLError as error:
+        raise yaml_error(error) from error
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_first_line(error)) from error
     sources = {key: name for name, entries in files for key in entries}
@@ -124,13 +127,18 @@ def _read_file(path: Path, directories: list[Path], package: str, problems: list
     directory = next(directory for directory in directories if path.is_relative_to(directory))
     name = f"{directory.name}/{path.relative_to(directory).as_posix()}"
     entries = read_entries(path, package)
-    scratch = OmegaConf.structured(Config)
     for entry in entries:
-        problem = _problem(scratch, entry.key, entry.value)
+        problem = _problem(_scratch(), entry.key, entry.value)
         if problem:
             hint = " An experiment file starts with the line `# @package _global_`." if package.split(".")[0] == "experiment" else ""
             problems.append(f"{path}:{entry.line}: {problem}{hint}")
     return name, [entry.key for entry in entries if keys.find(entry.key)]
+
+
+@functools.cache
+def _scratch() -> DictConfig:
+    """A configuration that values are set in only to see whether their types fit (it takes 50 ms to make)."""
+    return OmegaConf.structured(Config)
 
 
 def _apply(config: DictConfig, parsed: Arguments) -> list[str]:

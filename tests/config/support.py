@@ -1,0 +1,36 @@
+"""What the configuration tests share: a valid configuration, and model facts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from hybridflow.config.load import load_config
+from hybridflow.config.model_facts import ModelFacts
+from hybridflow.config.schema import Config
+
+REQUIRED = ["actor.model.path=/model", "data.train_files=a.jsonl", "reward.function=rewards:score"]
+SMOLLM2 = ModelFacts("/smollm2", "llama", layers=30, hidden=576, ffn=1536, heads=9, kv_heads=3, head_dim=64, vocab=49152,
+                     max_positions=8192, tied=True)
+QWEN = ModelFacts("/qwen", "qwen2", layers=24, hidden=896, ffn=4864, heads=14, kv_heads=2, head_dim=64, vocab=151936,
+                  max_positions=32768, tied=True)
+WIDE = ModelFacts("/wide", "llama", layers=32, hidden=4096, ffn=14336, heads=32, kv_heads=8, head_dim=128, vocab=128256,
+                  max_positions=131072, tied=False)
+SMOLLM2_JSON = {
+    "model_type": "llama", "num_hidden_layers": 30, "hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9,
+    "num_key_value_heads": 3, "vocab_size": 49152, "max_position_embeddings": 8192, "tie_word_embeddings": True,
+}
+
+
+def config_of(*arguments: str) -> Config:
+    """The configuration of a complete command line with these arguments added."""
+    return load_config([*REQUIRED, *arguments]).config
+
+
+def write_model(folder: Path, **changes: object) -> Path:
+    """A model folder as far as the checks look: SmolLM2's config.json with changes, empty weights, a tokenizer file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(SMOLLM2_JSON | changes))
+    (folder / "model.safetensors").touch()
+    (folder / "tokenizer.json").touch()
+    return folder
