@@ -11,6 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
+from hybridflow.data.buffers import from_buffer, to_buffer
+
+FINISH_STOP = 0  # values of the column finish_reason: eos or another stop token or string was sampled
+FINISH_LENGTH = 1  # the response hit rollout.max_response_length
+
 
 @dataclass(frozen=True)
 class Ragged:
@@ -39,6 +44,9 @@ class Ragged:
     @staticmethod
     def cat(parts: Sequence[Ragged]) -> Ragged:
         return Ragged(torch.cat([p.values for p in parts]), torch.cat([p.lengths for p in parts]))
+
+    def __reduce__(self) -> tuple:
+        return _rebuild_ragged, (*to_buffer(self.values), to_buffer(self.lengths)[0])
 
     def __len__(self) -> int:
         return self.lengths.shape[0]
@@ -77,6 +85,10 @@ class Batch:
         sizes = {name: len(column) for name, column in self.columns.items()}
         if len(set(sizes.values())) > 1:
             raise ValueError(f"columns disagree on the number of rows: {sizes}")
+
+    def __reduce__(self) -> tuple:
+        packed = {n: to_buffer(c) if isinstance(c, torch.Tensor) else (c, None) for n, c in self.columns.items()}
+        return _rebuild_batch, (packed,)
 
     def __len__(self) -> int:
         return len(next(iter(self.columns.values()))) if self.columns else 0
@@ -140,3 +152,11 @@ def _cat(parts: list[Column]) -> Column:
     if isinstance(parts[0], torch.Tensor):
         return torch.cat(parts)
     return [item for part in parts for item in part]
+
+
+def _rebuild_ragged(values: object, dtype: str, lengths: object) -> Ragged:
+    return Ragged(from_buffer(values, dtype), from_buffer(lengths, "int64"))
+
+
+def _rebuild_batch(packed: dict[str, tuple]) -> Batch:
+    return Batch({name: from_buffer(value, dtype) if dtype else value for name, (value, dtype) in packed.items()})

@@ -1,0 +1,21 @@
+"""The algorithms by name."""
+
+from __future__ import annotations
+
+import difflib
+
+from hybridflow.algorithms.base import Algorithm
+from hybridflow.algorithms.grpo import GRPO
+from hybridflow.algorithms.sft import SFT
+from hybridflow.errors import ConfigError
+
+ALGORITHMS: dict[str, Algorithm] = {algorithm.name: algorithm for algorithm in (GRPO, SFT)}
+
+
+def get_algorithm(name: str) -> Algorithm:
+    """The algorithm called `name`; an unknown name raises ConfigError with the list."""
+    if name not in ALGORITHMS:
+        near = difflib.get_close_matches(name, ALGORITHMS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"algorithm.name={name!r} is no algorithm{hint} Known: {', '.join(sorted(ALGORITHMS))}")
+    return ALGORITHMS[name]

@@ -1,0 +1,91 @@
+"""What a run writes down and shows: metrics, sampled rollouts, status, console and curves."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedTokenizerBase
+
+from hybridflow.algorithms.base import Prompts
+from hybridflow.cluster.sharded import ShardedBatch
+from hybridflow.config.validate import generates
+from hybridflow.observe.console import PlainConsole, make_console
+from hybridflow.observe.metrics import MetricsWriter
+from hybridflow.observe.plots import write_curves
+from hybridflow.observe.rollouts import Rollout, from_batch, pick, write_rollouts
+from hybridflow.observe.run_folder import RunFolder
+from hybridflow.trainer.prepare import Prepared
+from hybridflow.trainer.validation import Validation
+
+ANSWER_TYPES = (str, int, float, bool)  # columns of a data row that are written beside a rollout
+
+
+class Journal:
+    """Writes into a run folder and onto the console; `close` leaves the status and the curves."""
+
+    def __init__(self, folder: RunFolder, prepared: Prepared) -> None:
+        self.folder = folder
+        self.tokenizer: PreTrainedTokenizerBase = prepared.tokenizer
+        self.rollouts_per_step = prepared.config.trainer.rollouts_per_step
+        kind = "rl" if generates(prepared.config) else "sft"
+        self.console: PlainConsole = make_console(kind, prepared.steps)
+        self.metrics = MetricsWriter(folder.metrics)
+        self.first: list[Rollout] = []
+        self.last: list[Rollout] = []
+
+    def start(self, title: str, summary: dict[str, object]) -> None:
+        self.console.start(title, summary)
+
+    def phase(self, name: str) -> None:
+        self.console.phase(name)
+
+    def warn(self, message: str, key: str | None = None) -> None:
+        self.console.warn(message, key)
+
+    def validation(self, step: int, validation: Validation) -> None:
+        """Validation of the weights after `step` steps; its first and last rollouts are kept for the end."""
+        self.metrics.write(step, validation.metrics)
+        self.console.step(step, validation.metrics)
+        if validation.samples is not None:
+            self.last = from_batch(validation.samples, self._decode, step)
+            self.first = self.first or self.last
+            write_rollouts(self.folder.rollouts / "validation", step, self.last)
+
+    def step(self, step: int, metrics: dict[str, float], samples: list[Rollout]) -> None:
+        """One completed step."""
+        self.metrics.write(step, metrics)
+        self.console.step(step, metrics)
+        if samples:
+            write_rollouts(self.folder.rollouts, step, samples)
+        self.folder.progress(step)
+
+    def sample_rollouts(self, step: int, batch: ShardedBatch, prompts: Prompts) -> list[Rollout]:
+        """A few responses of the step as text, with the scalar columns of their data rows."""
+        if self.rollouts_per_step == 0:
+            return []
+        rows = batch.select(pick(batch["prompt_id"], self.rollouts_per_step, step))
+        shown = rows.fetch()
+        columns = [prompts.columns[prompt_id] for prompt_id in shown["prompt_id"].tolist()]
+        names = [name for name, value in columns[0].items() if isinstance(value, ANSWER_TYPES)]
+        shown = shown.with_columns(**{name: [row.get(name) for row in columns] for name in names if name not in shown})
+        return from_batch(shown, self._decode, step, [name for name in names if name in shown])
+
+    def finish(self, steps: int) -> None:
+        """Curves, the final table, the rollouts before and after, and where everything is."""
+        self.metrics.close()
+        curves = write_curves(self.folder)
+        if self.first:
+            self.console.samples("before training:", self.first)
+            self.console.samples(f"after {steps} steps:", self.last)
+        self.folder.finish(steps)
+        self.console.finish(f"finished: {steps} steps", {
+            "run folder": self.folder.root, "curves": curves[0], "model": self.folder.checkpoint if self.folder.checkpoint.exists() else "not saved",
+        })
+
+    def fail(self, reason: str) -> None:
+        """A bad end: status, and curves of what was done."""
+        self.metrics.close()
+        self.console.close()
+        self.folder.fail(reason)
+
+    def _decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
+

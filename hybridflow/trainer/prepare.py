@@ -1,0 +1,64 @@
+"""Everything that can go wrong before a process is started: configuration, model folder, data, reward function."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from hybridflow.algorithms.base import Algorithm
+from hybridflow.algorithms.registry import get_algorithm
+from hybridflow.config.layout import GenerationLayout, Layout
+from hybridflow.config.schema import Config
+from hybridflow.config.validate import generates
+from hybridflow.data.prompts import PromptDataset
+from hybridflow.data.sampler import PromptSampler
+from hybridflow.data.tokenizer import load_tokenizer
+from hybridflow.errors import ConfigError
+from hybridflow.reshard.grouping import generation_layout
+from hybridflow.rewards.check import check_reward_function
+from hybridflow.trainer.check import Report, check
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run that has passed every check that needs no worker."""
+
+    config: Config
+    algorithm: Algorithm
+    tokenizer: PreTrainedTokenizerBase
+    train: PromptDataset
+    validation: PromptDataset | None
+    sampler: PromptSampler
+    steps: int
+    optimizer_steps: int
+    layout: Layout
+    generation: GenerationLayout | None
+    report: Report
+
+
+def prepare(config: Config, world: int) -> Prepared:
+    """Check the run for `world` ranks and load its data. Raises ConfigError (every problem at once), DataError or ModelError."""
+    report = check(config, world)
+    if report.problems:
+        raise ConfigError(report.problems)
+    algorithm = get_algorithm(config.algorithm.name)
+    tokenizer = load_tokenizer(config.actor.model)
+    rl = generates(config)
+    train = PromptDataset(config.data.train_files, config.data, tokenizer, with_response=not rl)
+    validation = PromptDataset(config.data.val_files, config.data, tokenizer, with_response=not rl) if config.data.val_files else None
+    sampler = PromptSampler(len(train), config.data.train_batch_size, config.trainer.seed, config.data.shuffle)
+    if rl:
+        check_reward_function(config.reward, train, tokenizer)
+    steps = config.trainer.steps if config.trainer.steps is not None else sampler.steps(config.trainer.epochs)
+    layout = Layout(world, tp=config.actor.parallel.tp, pp=config.actor.parallel.pp)
+    generation = generation_layout(layout, config.rollout.tp) if rl else None
+    return Prepared(config, algorithm, tokenizer, train, validation, sampler, steps, steps * updates_per_step(config), layout, generation,
+                    report)
+
+
+def updates_per_step(config: Config) -> int:
+    """Optimizer steps of one rollout: update_epochs passes over its mini-batches."""
+    rows = config.data.train_batch_size * (config.rollout.n if generates(config) else 1)
+    return config.algorithm.update_epochs * math.ceil(rows / (config.algorithm.mini_batch_size or rows))

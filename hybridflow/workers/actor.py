@@ -1,0 +1,55 @@
+"""The actor role: the policy in training layout, and the hybrid that also generates with it."""
+
+from __future__ import annotations
+
+import torch
+
+from hybridflow.cluster.context import WorkerContext
+from hybridflow.cluster.protocols import Protocol, register
+from hybridflow.config.schema import Config
+from hybridflow.data.batch import Batch, Ragged
+from hybridflow.engine.loss_types import TokenLoss
+from hybridflow.models.checkpoint import export
+from hybridflow.workers.build import build_engine
+
+
+class ActorWorker:
+    """The policy on this rank: log-probs, updates and export. total_steps: optimizer steps of the run, for decaying schedules."""
+
+    def __init__(self, context: WorkerContext, config: Config, loss: TokenLoss, total_steps: int) -> None:
+        self.context, self.config, self.loss = context, config, loss
+        self.engine = build_engine(context, config.actor.model, config, optimizer=config.actor.optimizer, total_steps=total_steps)
+
+    @register(Protocol.DP)
+    def compute_log_prob(self, batch: Batch) -> Batch:
+        """Log-probs of the responses under the current weights.
+
+        Adds old_log_prob (Ragged float32) and, per row, log_prob_sum, entropy_sum and, where the rollout's log-probs are there,
+        gap_sum and gap_max of |rollout - trainer log-prob|.
+        """
+        result = self.engine.log_probs(batch, temperature=self.config.rollout.temperature, entropy=True,
+                                       token_budget=self.config.actor.log_prob_max_tokens_per_micro_batch)
+        columns = {"old_log_prob": result["log_prob"], "log_prob_sum": result["log_prob"].sums(), "entropy_sum": result["entropy"].sums()}
+        if "rollout_log_prob" in batch:
+            columns |= gap_columns(batch["rollout_log_prob"], result["log_prob"])
+        return Batch(columns)
+
+    @register(Protocol.DP)
+    def update_actor(self, batch: Batch) -> dict[str, float]:
+        """One optimizer step on a mini-batch whose rows carry their loss_weight; returns global metrics."""
+        return self.engine.update(batch, self.loss, temperature=self.config.rollout.temperature,
+                                  token_budget=self.config.actor.max_tokens_per_micro_batch,
+                                  entropy=self.config.algorithm.entropy_coef > 0)
+
+    @register(Protocol.ONE_TO_ALL)
+    def export(self, path: str) -> None:
+        """Write the weights as a Hugging Face model (collective; complete or absent)."""
+        export(path, source=self.config.actor.model.path, weights=self.engine.weights, layout=self.context.layout,
+               tensors=self.engine.parameters())
+
+
+def gap_columns(rollout: Ragged, trainer: Ragged) -> dict[str, torch.Tensor]:
+    """Per row: sum and maximum of |rollout - trainer log-prob| over its tokens (0 for an empty row)."""
+    gap = Ragged((rollout.values - trainer.values).abs(), rollout.lengths)
+    largest = torch.zeros(len(gap)).scatter_reduce_(0, gap.row_ids(), gap.values, "amax")
+    return {"gap_sum": gap.sums(), "gap_max": largest}

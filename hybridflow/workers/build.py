@@ -1,0 +1,50 @@
+"""Builds the engines of a worker from the configuration."""
+
+from __future__ import annotations
+
+import torch
+
+from hybridflow.cluster.context import WorkerContext
+from hybridflow.config.schema import Config, ModelConfig, OptimizerConfig
+from hybridflow.engine.device import Device
+from hybridflow.engine.megatron import MegatronEngine
+from hybridflow.models.settings import read_hf_config
+from hybridflow.models.weight_map import weight_map
+from hybridflow.reshard.execute import Resharder
+from hybridflow.reshard.plan import plan
+from hybridflow.rollout.engine import RolloutEngine
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def build_engine(context: WorkerContext, model: ModelConfig, config: Config, optimizer: OptimizerConfig | None,
+                 total_steps: int | None = None) -> MegatronEngine:
+    """A Megatron engine with the weights of `model`; without `optimizer` it only evaluates."""
+    device = Device.detect(context.device_name)
+    engine = MegatronEngine(
+        read_hf_config(model.path), context.layout, dtype=DTYPES[model.dtype], device=device, optimizer=optimizer,
+        sequence_parallel=config.actor.parallel.sequence_parallel, recompute=config.actor.recompute, seed=config.trainer.seed,
+        total_steps=total_steps,
+    )
+    engine.load(model.path)
+    return engine
+
+
+def build_rollout(context: WorkerContext, config: Config) -> RolloutEngine:
+    """This rank's shard of a vLLM engine, with dummy weights until the first reshard."""
+    return RolloutEngine(
+        config.actor.model.path, context.generation, config.rollout, dtype=config.actor.model.dtype,
+        device=Device.detect(context.device_name), seed=config.trainer.seed,
+        max_model_len=config.data.max_prompt_length + config.rollout.max_response_length,
+        tokenizer_path=config.actor.model.tokenizer_path,
+    )
+
+
+def build_resharder(context: WorkerContext, config: Config, engine: MegatronEngine, rollout: RolloutEngine) -> Resharder:
+    """Moves the trainer's weights into the rollout engine; the plan is the same on every rank."""
+    weights = weight_map(read_hf_config(config.actor.model.path))
+    generation = context.generation
+    sources = [weights.megatron(context.layout, rank) for rank in range(context.world)]
+    targets = [weights.vllm(generation.tp, generation.position(rank)[1]) for rank in range(context.world)]
+    transfer = plan(sources, targets, node_of=context.node_of)
+    return Resharder(transfer, context.rank, engine.parameters(), rollout.parameters(), group=None, bucket_bytes=config.rollout.bucket_mib << 20)

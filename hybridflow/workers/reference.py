@@ -1,0 +1,30 @@
+"""The reference role: a frozen policy in the actor's layout and process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from hybridflow.cluster.context import WorkerContext
+from hybridflow.cluster.protocols import Protocol, register
+from hybridflow.config.schema import Config
+from hybridflow.data.batch import Batch, Ragged
+from hybridflow.workers.build import build_engine
+
+
+class ReferenceWorker:
+    """Log-probs of a frozen model; no optimizer, no gradients."""
+
+    def __init__(self, context: WorkerContext, config: Config, kl: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        self.config, self.kl = config, kl
+        self.engine = build_engine(context, config.reference.model, config, optimizer=None)
+
+    @register(Protocol.DP)
+    def compute_ref_log_prob(self, batch: Batch) -> Batch:
+        """Adds ref_log_prob (Ragged float32) and kl_sum: the configured KL estimate of old_log_prob summed over each row."""
+        result = self.engine.log_probs(batch, temperature=self.config.rollout.temperature, entropy=False,
+                                       token_budget=self.config.reference.log_prob_max_tokens_per_micro_batch)
+        reference, old = result["log_prob"], batch["old_log_prob"]
+        kl = Ragged(self.kl(old.values, reference.values), old.lengths)
+        return Batch({"ref_log_prob": reference, "kl_sum": kl.sums()})
