@@ -1,0 +1,124 @@
+"""Worker classes that real Ray ranks run in these tests."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+
+import torch
+import torch.distributed as dist
+
+from hybridflow.cluster.protocols import Protocol, register
+from hybridflow.cluster.worker_group import WorkerContext
+from hybridflow.data.batch import Batch, Ragged
+from hybridflow.errors import ConfigError, NumericsError
+
+
+class Model:
+    """Verbs of every protocol, each with a result that tells which rank worked on which rows."""
+
+    def __init__(self, context: WorkerContext, scale: int = 1) -> None:
+        self.context, self.scale, self.count = context, scale, 0
+
+    @register(Protocol.ONE_TO_ALL)
+    def whoami(self) -> dict[str, object]:
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
+        return {"pid": os.getpid(), "sum": int(total), "threads": torch.get_num_threads(), **{name: os.environ[name] for name in names}}
+
+    @register(Protocol.DP)
+    def log_prob(self, batch: Batch) -> Batch:
+        """Twice each response token, and which dp rank did it."""
+        response = batch["response_ids"]
+        return Batch({"log_prob": Ragged(response.values.float() * 2 * self.scale, response.lengths), "where": self._rows(batch)})
+
+    @register(Protocol.DP)
+    def update(self, batch: Batch, *, bias: float = 0.0) -> dict[str, float]:
+        batch["response_ids"].values.add_(1)  # a role owns what it gets: writing must neither crash nor reach another rank
+        return {"tokens": float(batch["response_ids"].lengths.sum()), "bias": bias}
+
+    @register(Protocol.MICRO_DP)
+    def generate(self, prompts: Batch, *, n: int) -> tuple[Batch, dict[str, int]]:
+        rows = torch.arange(len(prompts)).repeat_interleave(n)
+        prompt_ids, copy = prompts["prompt_ids"].select(rows), torch.arange(n).repeat(len(prompts))
+        texts = Ragged.from_rows([row.tolist() + [int(c)] for row, c in zip(prompt_ids.rows(), copy)], dtype=torch.int64)
+        columns = {"prompt_id": prompts["prompt_id"][rows], "sample_index": copy, "prompt_ids": prompt_ids, "response_ids": texts,
+                   "response_length": texts.lengths.clone(), "prompt_length": prompt_ids.lengths.clone()}
+        return Batch(columns), {"rank": self.context.rank, "prompts": len(prompts)}
+
+    @register(Protocol.EVERY_RANK)
+    def ranks(self, batch: Batch) -> Batch:
+        return Batch({"rank": torch.full((len(batch),), self.context.rank)})
+
+    @register(Protocol.PP_ONLY)
+    def stage(self) -> int:
+        return self.context.layout.coordinates(self.context.rank).pp
+
+    @register(Protocol.ALL_TO_ALL)
+    def add(self, a: int, b: int) -> int:
+        return a + b + 100 * self.context.rank
+
+    @register(Protocol.ONE_TO_ALL)
+    def whole(self, batch: Batch) -> float:
+        return float(batch["response_ids"].values.sum())
+
+    @register(Protocol.ONE_TO_ALL)
+    def append(self, value: int) -> int:
+        self.count = self.count * 10 + value
+        return self.count
+
+    @register(Protocol.ONE_TO_ALL)
+    def warn(self, text: str) -> None:
+        logging.getLogger("some.library").warning(text)
+
+    def _rows(self, batch: Batch) -> torch.Tensor:
+        return torch.full((len(batch),), self.context.layout.coordinates(self.context.rank).dp)
+
+
+class Mirror:
+    """A second role in the same process: it reads the first."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self.context = context
+
+    @register(Protocol.ONE_TO_ALL)
+    def scale_of_peer(self) -> tuple[int, int]:
+        return os.getpid(), self.context.peers["model"].scale
+
+    def helper(self) -> None:
+        """No verb."""
+
+
+class Faulty:
+    """Every way to fail."""
+
+    def __init__(self, context: WorkerContext, broken: int | None = None) -> None:
+        self.context = context
+        if context.rank == broken:
+            raise ConfigError(["first problem", "second problem"])
+        dist.barrier()
+
+    @register(Protocol.ONE_TO_ALL)
+    def raise_among_collective(self, bad: int) -> None:
+        if self.context.rank == bad:
+            raise NumericsError("loss is nan at step 3")
+        dist.all_reduce(torch.ones(1))
+
+    @register(Protocol.ONE_TO_ALL)
+    def raise_plain(self, bad: int) -> None:
+        if self.context.rank == bad:
+            raise KeyError("no_such_tensor")
+
+    @register(Protocol.ONE_TO_ALL)
+    def die(self, bad: int) -> None:
+        if self.context.rank == bad:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(torch.ones(1))
+
+    @register(Protocol.ONE_TO_ALL)
+    def stall(self, bad: int, seconds: float = 600.0) -> None:
+        if self.context.rank == bad:
+            time.sleep(seconds)
