@@ -48,8 +48,9 @@ class Resharder:
         some = next(iter([*target.values(), *source.values()]), torch.empty(0))
         self.device = some.device
         self.dtype = dtype or some.dtype
-        problem = _check_tensors(plan, rank, source, target)
-        self.buckets = self._agree(problem, bucket_bytes)
+        for check in (lambda: _check_tensors(plan, rank, source, target), self._check_dtypes, self._check_amounts):
+            self._fail_together(check())
+        self.buckets = self._make_buckets(bucket_bytes)
         self._views: _Views | None = None
 
     @torch.no_grad()
@@ -90,27 +91,35 @@ class Resharder:
             self._views = _Views.make(self.own, self.buckets, self.source, self.target, addresses)
         return self._views
 
-    def _agree(self, problem: str, bucket_bytes: int) -> list[Bucket]:
-        """Fix the bucket size and count with the other ranks, and that each expects what the other sends."""
-        limit, *codes = self._maximum(peers(self.own), _code(self.dtype), -_code(self.dtype), bool(problem))
-        if codes[2]:
-            raise ReshardError(problem or "another rank's tensors are not those of the resharding plan")
-        if codes[0] != -codes[1]:
-            raise ReshardError(f"ranks transfer different dtypes (this rank: {self.dtype})")
-        if not limit:
+    def _make_buckets(self, bucket_bytes: int) -> list[Bucket]:
+        """As many on every rank, each with room for all streams of the busiest rank."""
+        (streams,) = self._maximum(peers(self.own))
+        if not streams:
             return []
+        buckets = make_buckets(self.own, self.world, max(1, bucket_bytes // self.dtype.itemsize // streams))
+        (count,) = self._maximum(len(buckets))
+        return buckets + [empty_bucket(self.world)] * (count - len(buckets))
+
+    def _check_dtypes(self) -> str:
+        highest, lowest = self._maximum(_code(self.dtype), -_code(self.dtype))
+        return "" if highest == -lowest else f"the ranks transfer different dtypes (this rank: {self.dtype})"
+
+    def _check_amounts(self) -> str:
+        """Each rank tells every other how much it will send; empty if that is what the others expect."""
+        if self.world == 1:
+            return ""
         counts = [sum(m.elements for m in self.own.sends.get(r, ())) for r in range(self.world)]
         expected = [sum(m.elements for m in self.own.receives.get(r, ())) for r in range(self.world)]
         arriving = torch.empty(self.world, dtype=torch.int64, device=self.device)
-        dist.all_to_all_single(arriving, torch.tensor(counts, device=self.device), group=self.group)
+        dist.all_to_all_single(arriving, torch.tensor(counts, dtype=torch.int64, device=self.device), group=self.group)
         wrong = [r for r, (a, b) in enumerate(zip(arriving.tolist(), expected)) if a != b]
-        stream = bucket_bytes // self.dtype.itemsize // limit
-        buckets = make_buckets(self.own, self.world, max(1, stream))
-        count, failed = self._maximum(len(buckets), bool(wrong))
+        return f"ranks {wrong} plan to send this rank other amounts than it expects: their layouts or models differ" if wrong else ""
+
+    def _fail_together(self, problem: str) -> None:
+        """Raise on every rank if any has a problem: a rank that went on alone would wait for the others for ever."""
+        (failed,) = self._maximum(bool(problem))
         if failed:
-            raise ReshardError(f"ranks {wrong} plan to send this rank other amounts than it expects: the layouts or models of the ranks differ"
-                               if wrong else "another rank's resharding plan differs: the layouts or models of the ranks differ")
-        return buckets + [empty_bucket(self.world)] * (count - len(buckets))
+            raise ReshardError(problem or "another rank's part of the resharding does not fit: its layout, model or tensors differ")
 
     def _maximum(self, *values: int) -> list[int]:
         if self.world == 1:

@@ -1,0 +1,157 @@
+"""The executor on real gloo ranks: bit-exact for random layouts and for the weight maps of models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hybridflow.config.layout import Layout
+from hybridflow.errors import ReshardError
+from hybridflow.models.weight_map import WeightMap, weight_map
+from hybridflow.reshard.execute import Resharder, TransferReport
+from hybridflow.reshard.grouping import generation_layout
+from hybridflow.reshard.hybrid import hybrid_plan
+from hybridflow.reshard.plan import plan
+from tests.ranks import RankPool
+from tests.reshard.random_layouts import Case, blank, cases, expected, fill, random_logical
+
+BUCKETS = (64, 1 << 10, 256 << 20)
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[RankPool]:
+    with RankPool(4) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def eight() -> Iterator[RankPool]:
+    with RankPool(8) as pool:
+        yield pool
+
+
+def move_case(case: Case, bucket_bytes: int, source_dtype: torch.dtype, dtype: torch.dtype) -> TransferReport:
+    """On a rank: two syncs in a row with other values; every target tensor is compared bit by bit."""
+    rank = dist.get_rank()
+    layouts = plan(case.sources, case.targets, node_of=case.node_of)
+    source = fill(case.sources[rank], random_logical(case.logical), source_dtype)
+    target = blank(case.targets[rank], dtype)
+    resharder = Resharder(layouts, rank, source, target, None, bucket_bytes, dtype)
+    for seed in (0, 1):
+        logical = random_logical(case.logical, seed)
+        for name, tensor in fill(case.sources[rank], logical, source_dtype).items():
+            source[name].copy_(tensor)
+        report = resharder.run()
+        for name, wanted in expected(case.targets[rank], logical, dtype).items():
+            assert torch.equal(target[name], wanted), f"{name} on rank {rank}"
+    assert report.bytes_received == layouts.lower_bound_bytes(rank, dtype.itemsize)
+    return report
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(case=cases(ranks=4), bucket_bytes=st.sampled_from(BUCKETS), dtypes=st.sampled_from(
+    [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)]))
+def test_random_layouts_are_bit_exact(four: RankPool, case: Case, bucket_bytes: int, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    reports = four.run(move_case, case, bucket_bytes, *dtypes)
+    assert sum(r.bytes_received for r in reports) == sum(r.bytes_sent for r in reports)
+    assert len({r.buckets for r in reports}) == 1
+
+
+def tiny_weights(family: str, tied: bool) -> WeightMap:
+    from transformers import AutoConfig  # not at the top: the ranks import this module and have no use for it
+
+    return weight_map(AutoConfig.for_model(
+        family, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2, vocab_size=101,
+        tie_word_embeddings=tied, max_position_embeddings=64))
+
+
+def move_model(weights: WeightMap, layout: Layout, tp_g: int, bucket_bytes: int, dtype: torch.dtype) -> tuple[TransferReport, int]:
+    """On a rank: a training layout's shards, filled with known values, become vLLM's shards. Returns the buffers' peak bytes too."""
+    generation = generation_layout(layout, tp_g)
+    rank = dist.get_rank()
+    case = Case(weights.logical, [weights.megatron(layout, r) for r in range(layout.world)],
+                [weights.vllm(tp_g, generation.position(r)[1]) for r in range(layout.world)], [r // 4 for r in range(layout.world)])
+    report = move_case(case, bucket_bytes, torch.float32, dtype)
+    resharder = Resharder(hybrid_plan(weights, layout, generation, node_of=case.node_of), rank, blank(case.sources[rank]),
+                          blank(case.targets[rank], dtype), None, bucket_bytes, dtype)
+    buffers = [max((half.elements for half in halves), default=0) for halves in
+               ([b.send for b in resharder.buckets], [b.receive for b in resharder.buckets])]
+    return report, sum(buffers) * dtype.itemsize
+
+
+@pytest.mark.parametrize(("family", "tied"), [("llama", True), ("qwen2", False)])
+@pytest.mark.parametrize("layout", [Layout(8, tp=2, pp=2), Layout(8, tp=2, pp=4), Layout(8, pp=2)], ids=["tp2pp2dp2", "tp2pp4", "pp2dp4"])
+def test_models_are_bit_exact(eight: RankPool, family: str, tied: bool, layout: Layout) -> None:
+    weights = tiny_weights(family, tied)
+    for tp_g, bucket_bytes in ((1, 4 << 10), (2, 64 << 10), (4, 256 << 20)):
+        for report, peak in eight.run(move_model, weights, layout, tp_g, bucket_bytes, torch.bfloat16):
+            assert peak <= bucket_bytes
+            assert report.bytes_local > 0
+
+
+def test_one_rank_moves_nothing_between_ranks() -> None:
+    weights = tiny_weights("qwen2", False)
+    layout = Layout(1)
+    shards = weights.megatron(layout, 0), weights.vllm(1, 0)
+    logical = random_logical(weights.logical)
+    source, target = fill(shards[0], logical), blank(shards[1])
+    resharder = Resharder(hybrid_plan(weights, layout, generation_layout(layout, 1), node_of=[0]), 0, source, target, None, 1 << 20)
+    report = resharder.run()
+    assert (report.bytes_received, report.buckets) == (0, 0)
+    assert report.bytes_local == 4 * sum(p.box.size for parameter in shards[1].values() for p in parameter.pieces)
+    assert all(torch.equal(target[name], wanted) for name, wanted in expected(shards[1], logical).items())
+
+
+def test_replaced_storage_is_noticed() -> None:
+    """An engine that re-points a parameter (offload, reload) must not leave the resharder with the old memory."""
+    weights = tiny_weights("llama", True)
+    layout = Layout(1)
+    source, target = fill(weights.megatron(layout, 0), random_logical(weights.logical)), blank(weights.vllm(1, 0))
+    resharder = Resharder(hybrid_plan(weights, layout, generation_layout(layout, 1), node_of=[0]), 0, source, target, None, 1 << 20)
+    resharder.run()
+    other = random_logical(weights.logical, seed=1)
+    for name, tensor in fill(weights.megatron(layout, 0), other).items():
+        source[name].data = tensor
+    resharder.run()
+    assert all(torch.equal(target[name], wanted) for name, wanted in expected(weights.vllm(1, 0), other).items())
+
+
+def other_model_on_rank_one(case: Case) -> str:
+    """On a rank: rank 1 believes in another model than the rest."""
+    rank = dist.get_rank()
+    if rank == 1:
+        case = replace(case, logical={"w": (6, 2)}, sources=_rows(6), targets=_rows(6)[::-1])
+    layouts = plan(case.sources, case.targets, node_of=case.node_of)
+    try:
+        Resharder(layouts, rank, fill(case.sources[rank], random_logical(case.logical)), blank(case.targets[rank]), None, 64)
+    except ReshardError as error:
+        return str(error)
+    return ""
+
+
+def _rows(rows: int) -> list[dict]:
+    from tests.reshard.test_plan import _matrix
+
+    return [{"w": _matrix("w", rows, 2, part % 2)} for part in range(4)]
+
+
+def test_ranks_with_different_models_fail_together(four: RankPool) -> None:
+    case = Case({"w": (4, 2)}, _rows(4), _rows(4)[::-1], [0, 0, 0, 0])
+    messages = four.run(other_model_on_rank_one, case)
+    assert all("differ" in message for message in messages), messages
+
+
+def test_tensors_that_are_not_of_the_plan_are_named() -> None:
+    weights, layout = tiny_weights("llama", True), Layout(1)
+    source, target = blank(weights.megatron(layout, 0)), blank(weights.vllm(1, 0))
+    target["model.norm.weight"] = torch.zeros(33)
+    del source["decoder.final_layernorm.weight"]
+    wanted = r"source decoder.final_layernorm.weight.*shape \(32,\), the tensor None\n.*model.norm.weight.*\(33,\)"
+    with pytest.raises(ReshardError, match=wanted):
+        Resharder(hybrid_plan(weights, layout, generation_layout(layout, 1), node_of=[0]), 0, source, target, None, 1 << 20)

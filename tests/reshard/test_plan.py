@@ -1,0 +1,172 @@
+"""The planner against brute force: ranks are simulated in this process, values are moved by the plan alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from hybridflow.config.layout import Layout
+from hybridflow.errors import ReshardError
+from hybridflow.models.shards import Box, Piece, ShardParameter
+from hybridflow.reshard.buckets import cut_box, make_buckets
+from hybridflow.reshard.grouping import generation_layout
+from hybridflow.reshard.plan import Move, RankPlan, plan, plan_for_rank
+from tests.reshard.random_layouts import Case, Shard, blank, cases, expected, fill, random_logical
+
+
+def _plans(case: Case) -> list[RankPlan]:
+    whole = plan(case.sources, case.targets, node_of=case.node_of)
+    return [whole.rank(rank) for rank in range(len(case.sources))]
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases())
+def test_every_element_arrives_once_with_its_value(case: Case) -> None:
+    logical = random_logical(case.logical)
+    sources = [fill(shard, logical) for shard in case.sources]
+    targets = [blank(shard) for shard in case.targets]
+    writes = [{name: torch.zeros(p.shape) for name, p in shard.items()} for shard in case.targets]
+    for own in _plans(case):
+        incoming = [*own.local, *(m for moves in own.receives.values() for m in moves)]
+        for move in incoming:
+            assert move.target_rank == own.rank
+            targets[own.rank][move.target][move.target_box.slices()] = sources[move.source_rank][move.source][move.source_box.slices()]
+            writes[own.rank][move.target][move.target_box.slices()] += 1
+        for name, box in own.padding:
+            targets[own.rank][name][box.slices()] = 0
+            writes[own.rank][name][box.slices()] += 1
+    for shard, tensors, counts in zip(case.targets, targets, writes):
+        for name, wanted in expected(shard, logical).items():
+            assert torch.equal(tensors[name], wanted)
+            assert torch.equal(counts[name], torch.ones_like(wanted))
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases())
+def test_both_ends_agree_and_bytes_are_the_lower_bound(case: Case) -> None:
+    plans = _plans(case)
+    whole = plan(case.sources, case.targets, node_of=case.node_of)
+    for own in plans:
+        assert own.rank not in own.receives and own.rank not in own.sends
+        for source, moves in own.receives.items():
+            assert plans[source].sends[own.rank] == moves
+        for target, moves in own.sends.items():
+            assert plans[target].receives[own.rank] == moves
+        lacking = _lacking(case, own.rank)
+        assert own.elements_received == lacking
+        assert whole.lower_bound_bytes(own.rank, 2) == 2 * lacking
+
+
+def _lacking(case: Case, rank: int) -> int:
+    """Elements of the target that the same rank's source does not hold, counted element by element."""
+    held = {tensor: torch.zeros(shape, dtype=torch.bool) for tensor, shape in case.logical.items()}
+    for parameter in case.sources[rank].values():
+        for piece in parameter.pieces:
+            held[piece.tensor][piece.box.slices()] = True
+    pieces = [piece for parameter in case.targets[rank].values() for piece in parameter.pieces]
+    return sum(int((~held[piece.tensor][piece.box.slices()]).sum()) for piece in pieces)
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases())
+def test_the_same_node_comes_before_others(case: Case) -> None:
+    for own in _plans(case):
+        for source, moves in own.receives.items():
+            if case.node_of[source] == case.node_of[own.rank]:
+                continue
+            near = [r for r, node in enumerate(case.node_of) if node == case.node_of[own.rank]]
+            for move in moves:
+                region = _logical_region(case.targets[own.rank], move)
+                assert not any(_holds(case.sources[r], move.tensor, region) for r in near)
+
+
+def _logical_region(shard: Shard, move: Move) -> Box:
+    for piece in shard[move.target].pieces:
+        inside = piece.local(piece.box).intersect(move.target_box)
+        if piece.tensor == move.tensor and inside == move.target_box:
+            return Box(tuple(b + t - o for b, t, o in zip(piece.box.start, inside.start, piece.offset)), inside.shape)
+    raise AssertionError(f"{move} fills no piece")
+
+
+def _holds(shard: Shard, tensor: str, region: Box) -> bool:
+    return any(p.tensor == tensor and p.box.intersect(region) == region for parameter in shard.values() for p in parameter.pieces)
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases())
+def test_buckets_of_both_ends_match_for_any_size(case: Case) -> None:
+    plans = _plans(case)
+    world = len(plans)
+    for limit in (1, 3, 1000):
+        buckets = [make_buckets(own, world, limit) for own in plans]
+        for source in range(world):
+            for target in range(world):
+                sent = [b.send.splits[target] for b in buckets[source]]
+                taken = [b.receive.splits[source] for b in buckets[target]]
+                depth = max(len(sent), len(taken))
+                assert sent + [0] * (depth - len(sent)) == taken + [0] * (depth - len(taken))
+                assert all(n <= limit for n in sent)
+        for own, list_of in zip(plans, buckets):
+            assert sum(b.send.elements for b in list_of) == own.elements_sent
+            assert sum(b.receive.elements for b in list_of) == own.elements_received
+
+
+def test_cut_box_covers_without_overlap() -> None:
+    whole = Box((2, 1, 3), (5, 3, 7))
+    for limit in (1, 2, 6, 7, 8, 20, 21, 22, 50, 104, 105, 1000):
+        count = torch.zeros(10, 10, 12)
+        for part in cut_box(whole, limit):
+            assert part.size <= limit
+            count[part.slices()] += 1
+        assert int(count.sum()) == whole.size and torch.equal(count[whole.slices()], torch.ones(whole.shape))
+
+
+def _matrix(name: str, rows: int, parts: int, part: int) -> ShardParameter:
+    size = rows // parts
+    return ShardParameter(name, (size, 2), (Piece(name, Box((part * size, 0), (size, 2)), (0, 0)),))
+
+
+def _model(layout: Layout, tp_g: int) -> tuple[list[Shard], list[Shard]]:
+    """A model of `pp` equal layers, one matrix of 16 rows each: M = 32 pp elements."""
+    generation = generation_layout(layout, tp_g)
+    places = [layout.coordinates(r) for r in range(layout.world)]
+    sources = [{f"layer{at.pp}": _matrix(f"layer{at.pp}", 16, layout.tp, at.tp)} for at in places]
+    parts = [generation.position(r)[1] for r in range(layout.world)]
+    targets = [{f"layer{p}": _matrix(f"layer{p}", 16, tp_g, part) for p in range(layout.pp)} for part in parts]
+    return sources, targets
+
+
+@pytest.mark.parametrize(("t", "p", "d", "tp_g"), [(8, 1, 1, 2), (4, 1, 2, 2), (4, 2, 1, 2), (8, 2, 2, 4), (2, 2, 2, 1), (4, 1, 1, 4)])
+def test_received_bytes_equal_the_paper_formula(t: int, p: int, d: int, tp_g: int) -> None:
+    """(t p - t_g p_g) / (t_g p_g t p) M per rank with p_g = 1 (HybridFlow, table 2), and every holder serves equally much."""
+    layout = Layout(t * p * d, tp=t, pp=p)
+    sources, targets = _model(layout, tp_g)
+    whole = plan(sources, targets, node_of=[0] * layout.world)
+    total = 32 * p
+    for rank in range(layout.world):
+        own = whole.rank(rank)
+        assert own.elements_received == total * (t * p - tp_g) / (tp_g * t * p)
+        assert own.elements_sent == own.elements_received
+
+
+def test_few_takers_draw_from_all_holders() -> None:
+    """A separate pool of one rank takes from 4 replicas of 4 tensors: one tensor from each."""
+    whole = {f"w{i}": _matrix(f"w{i}", 4, 1, 0) for i in range(4)}
+    sources, targets = [whole] * 4 + [{}], [{}] * 4 + [whole]
+    own = plan_for_rank(4, sources, targets, node_of=[0, 0, 1, 1, 2])
+    assert {source: len(moves) for source, moves in own.receives.items()} == {0: 1, 1: 1, 2: 1, 3: 1}
+
+
+def test_missing_tensors_are_all_listed() -> None:
+    sources = [{"a": _matrix("a", 4, 2, 0)}]
+    targets = [{"a": _matrix("a", 4, 1, 0), "b": _matrix("b", 4, 1, 0)}]
+    with pytest.raises(ReshardError) as error:
+        plan(sources, targets, node_of=[0])
+    assert "a of ranks [0]: sources hold 4 of its 8" in str(error.value)
+    assert "b of ranks [0]: sources hold 0 of its 8" in str(error.value)
+
+
+def test_lists_of_unequal_length_are_refused() -> None:
+    with pytest.raises(ValueError, match="2 sources, 1 targets"):
+        plan([{}, {}], [{}], node_of=[0, 0])
