@@ -1,0 +1,111 @@
+"""From the outcome of every response to the scores and metrics of a batch."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hybridflow.config.schema import RewardConfig
+from hybridflow.data.batch import Ragged
+from hybridflow.errors import RewardError
+from hybridflow.rewards.function import Item
+from hybridflow.rewards.result import Score
+from hybridflow.rewards.worker import Failure
+
+log = logging.getLogger(__name__)
+
+LOGGED_FAILURES = 3  # messages per batch; all are counted
+
+
+@dataclass(frozen=True)
+class TimedOut:
+    """The call was killed by the clock."""
+
+
+TIMED_OUT = TimedOut()
+AnyOutcome = Score | Failure | TimedOut
+
+
+@dataclass(frozen=True)
+class RewardResult:
+    """scores: float32 [B]. token_scores: Ragged float32, only from a function that returns token-level rewards (scores
+    are then the row sums). metrics: reward/timeouts, reward/errors, and the mean of each metric the function returned
+    over the responses that have it."""
+
+    scores: torch.Tensor
+    metrics: dict[str, float]
+    token_scores: Ragged | None = None
+
+
+def to_result(outcomes: Sequence[AnyOutcome], items: Sequence[Item], config: RewardConfig) -> RewardResult:
+    """Fill in the configured rewards of failed and timed-out responses, and count them."""
+    scores = [_score(outcome, config) for outcome in outcomes]
+    _log_failures(outcomes, items, config)
+    metrics = _function_metrics(outcomes)
+    metrics["reward/timeouts"] = float(sum(isinstance(outcome, TimedOut) for outcome in outcomes))
+    metrics["reward/errors"] = float(sum(isinstance(outcome, Failure) for outcome in outcomes))
+    return RewardResult(torch.tensor(scores, dtype=torch.float32), metrics, _token_scores(outcomes, scores, items, config))
+
+
+def failure_text(config: RewardConfig, failure: Failure, number: int, items: Sequence[Item]) -> str:
+    """Which function, which response, what it did, and the setting that changes it."""
+    item = items[number]
+    where = f"the batch of {len(items)} responses" if failure.whole else (
+        f"row {number} of {len(items)} (prompt {_excerpt(item.prompt)}, response {_excerpt(item.response)})"
+    )
+    fix = "" if failure.contract else "\nreward.on_error=score would give such responses reward.error_reward and count them"
+    return f"reward.function={config.function}, for {where}, {failure.message}{fix}"
+
+
+def _score(outcome: AnyOutcome, config: RewardConfig) -> float:
+    if isinstance(outcome, Score):
+        return outcome.score
+    return config.timeout_reward if isinstance(outcome, TimedOut) else config.error_reward
+
+
+def _function_metrics(outcomes: Sequence[AnyOutcome]) -> dict[str, float]:
+    values: dict[str, list[float]] = defaultdict(list)
+    for outcome in outcomes:
+        if isinstance(outcome, Score):
+            for name, value in outcome.metrics.items():
+                if not math.isnan(value):
+                    values[f"reward/{name}"].append(value)
+    return {name: math.fsum(found) / len(found) for name, found in values.items()}
+
+
+def _token_scores(outcomes: Sequence[AnyOutcome], scores: list[float], items: Sequence[Item], config: RewardConfig) -> Ragged | None:
+    if not any(isinstance(outcome, Score) and outcome.tokens is not None for outcome in outcomes):
+        return None
+    rows = []
+    for number, outcome in enumerate(outcomes):
+        if isinstance(outcome, Score) and outcome.tokens is None:
+            raise RewardError(
+                f"reward.function={config.function} returned token-level rewards for some responses and one number for row {number}; "
+                "return the same kind for all"
+            )
+        if isinstance(outcome, Score):
+            rows.append(outcome.tokens)
+        else:  # the configured reward of a response without a score stands on its last token
+            length = items[number].response_length or 0
+            rows.append(([0.0] * (length - 1) + [scores[number]])[:length])
+    return Ragged.from_rows(rows, torch.float32)
+
+
+def _log_failures(outcomes: Sequence[AnyOutcome], items: Sequence[Item], config: RewardConfig) -> None:
+    failed = [number for number, outcome in enumerate(outcomes) if not isinstance(outcome, Score)]
+    for number in failed[:LOGGED_FAILURES]:
+        outcome = outcomes[number]
+        if isinstance(outcome, TimedOut):
+            outcome = Failure(f"took longer than reward.timeout_seconds={config.timeout_seconds:g} and was killed", contract=True)
+        log.warning("%s", failure_text(config, outcome, number, items))
+    if len(failed) > LOGGED_FAILURES:
+        log.warning("%d more responses without a score", len(failed) - LOGGED_FAILURES)
+
+
+def _excerpt(text: str) -> str:
+    return repr(text if len(text) <= 200 else text[:197] + "...")

@@ -1,0 +1,93 @@
+"""One reward process as the controller sees it: started, given items, watched by the clock, killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from multiprocessing import Pipe
+
+from hybridflow.config.schema import RewardConfig
+from hybridflow.errors import ConfigError, RewardError
+from hybridflow.rewards.function import Item, Signature
+from hybridflow.rewards.worker import Outcome
+
+START_TIMEOUT_SECONDS = 120.0  # the first import of a reward function may load a large library
+BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from hybridflow.rewards.worker import serve; serve(int(sys.argv[2]))"
+
+
+class RewardProcess:
+    """A process of its own session, so that killing it also ends what the reward function started.
+
+    It is a plain interpreter, not a multiprocessing child: starting one takes tens of milliseconds, does not import the
+    program's main module again, and inherits nothing of a controller that has threads, Ray and torch loaded.
+    """
+
+    def __init__(self, config: RewardConfig) -> None:
+        self.config = config
+        self.pipe, theirs = Pipe()
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", BOOT, json.dumps(sys.path), str(theirs.fileno())], pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL, start_new_session=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        theirs.close()
+        self.signature: Signature | None = None
+        self.start_deadline = time.monotonic() + START_TIMEOUT_SECONDS
+        self.pending: deque[int] = deque()  # numbers of the items sent and not answered, in order
+        self.deadline = 0.0
+        self.pipe.send((config.function, config.kwargs, config.timeout_seconds))
+
+    def wait_ready(self) -> Signature:
+        """Raises ConfigError when the function cannot be loaded, RewardError when the process dies or hangs meanwhile."""
+        if self.signature is None:
+            if not self.pipe.poll(max(0.0, self.start_deadline - time.monotonic())):
+                self.kill()
+                raise RewardError(f"importing reward.function={self.config.function} took longer than {START_TIMEOUT_SECONDS:g} s")
+            try:
+                ready = self.pipe.recv()
+            except (EOFError, ConnectionResetError) as error:
+                raise RewardError(f"the reward process {self.exit_text()} while importing {self.config.function}") from error
+            if ready.signature is None:
+                self.kill()
+                raise ConfigError(ready.problem)
+            self.signature = ready.signature
+        return self.signature
+
+    def send(self, numbers: Sequence[int], items: Sequence[Item]) -> None:
+        """Only to an idle process: a busy one does not read, and a large message would block the controller with it.
+        Raises BrokenPipeError or ConnectionResetError when it is gone."""
+        self.pipe.send(list(items))
+        self.pending.extend(numbers)
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        self.deadline = time.monotonic() + self.config.timeout_seconds
+
+    def receive(self) -> list[Outcome]:
+        """The outcomes of the next items. Raises EOFError or ConnectionResetError when the process died."""
+        return self.pipe.recv()
+
+    def exited(self) -> bool:
+        """Dead without an answer left in the pipe (a child it forked may still hold the pipe open)."""
+        return self.process.poll() is not None and not self.pipe.poll()
+
+    def exit_text(self) -> str:
+        code = self.process.wait()
+        if code < 0:
+            return f"was killed by {signal.Signals(-code).name}"
+        return f"ended with exit code {code}"
+
+    def kill(self) -> None:
+        """End the process and everything it started; returns when it is gone."""
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass  # nothing of that session is left
+        self.process.wait()
+        self.pipe.close()
+

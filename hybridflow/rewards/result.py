@@ -1,0 +1,119 @@
+"""What a reward function returned, turned into scores or into an error that shows both shapes."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hybridflow.rewards.function import Item
+
+
+class BadValue(Exception):
+    """One response got something that is no reward: None, NaN, infinite, or not a number."""
+
+
+class BadShape(Exception):
+    """The returned value has another shape than the responses: its rows cannot be told apart."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """Reward of one response. tokens: one reward per response token when the function returned those; score is their sum."""
+
+    score: float
+    tokens: list[float] | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+def parse_single(value: Any, item: Item) -> Score:
+    """Raises BadValue or BadShape."""
+    return _parse_row(_plain(value), item)
+
+
+def parse_batched(value: Any, items: Sequence[Item]) -> list[Score | BadValue]:
+    """One entry per response; a row that is no reward gives its BadValue. Raises BadShape when rows cannot be matched."""
+    value = _plain(value)
+    if not isinstance(value, list) or len(value) != len(items):
+        raise BadShape(f"returned {describe(value)}, expected one entry per response: [{len(items)}]")
+    if any(_is_column(row, item) for row, item in zip(value, items, strict=True)):
+        raise BadShape(f"returned {describe(value)}, expected [{len(items)}]: one number per response; drop the last dimension")
+    rows: list[Score | BadValue] = []
+    for row, item in zip(value, items, strict=True):
+        try:
+            rows.append(_parse_row(row, item))
+        except BadValue as error:
+            rows.append(error)
+    return rows
+
+
+def _is_column(row: Any, item: Item) -> bool:
+    return isinstance(row, list) and len(row) == 1 and item.response_length != 1
+
+
+def _parse_row(value: Any, item: Item) -> Score:
+    if isinstance(value, Mapping):
+        if "score" not in value:
+            raise BadShape(f"returned a dict with the keys {sorted(map(str, value))}, expected the key 'score' among them")
+        inner = _parse_row(_plain(value["score"]), item)
+        metrics = {str(name): _metric(str(name), metric) for name, metric in value.items() if name != "score"}
+        return Score(inner.score, inner.tokens, metrics)
+    if isinstance(value, list):
+        tokens = [_number(token) for token in _token_row(value, item)]
+        return Score(math.fsum(tokens), tokens)
+    return Score(_number(value))
+
+
+def _token_row(value: list, item: Item) -> list:
+    if item.response_length is None:
+        raise BadShape(f"returned {describe(value)} for one response, expected one number (its length in tokens is not known here)")
+    if len(value) != item.response_length or any(isinstance(token, list) for token in value):
+        raise BadShape(
+            f"returned {describe(value)} for one response, expected one number, "
+            f"or token-level rewards [{item.response_length}] for its {item.response_length} tokens"
+        )
+    return value
+
+
+def _number(value: Any) -> float:
+    if not isinstance(value, numbers.Real):  # bool is one: True counts 1
+        raise BadValue(f"returned {value!r} ({type(value).__name__}), expected a number")
+    if not math.isfinite(value):
+        raise BadValue(f"returned {value!r}, expected a finite number")
+    return float(value)
+
+
+def _metric(name: str, value: Any) -> float:
+    """A metric may be absent for a response (None or NaN): it is left out of the mean."""
+    value = _plain(value)
+    if value is None:
+        return math.nan
+    if not isinstance(value, numbers.Real):
+        raise BadValue(f"returned the metric {name}={value!r} ({type(value).__name__}), expected a number or None")
+    return float(value)
+
+
+def _plain(value: Any) -> Any:
+    """Arrays and tensors as Python numbers and lists, tuples as lists, all levels down."""
+    if hasattr(value, "tolist"):  # numpy array or scalar, torch tensor
+        return value.tolist()
+    if isinstance(value, (list, tuple)):
+        return [_plain(entry) for entry in value]
+    return value
+
+
+def describe(value: Any) -> str:
+    """Type or shape of a returned value, with the value itself, for messages."""
+    text = repr(value)
+    text = text if len(text) <= 120 else text[:117] + "..."
+    return f"shape {_shape(value)} ({text})" if isinstance(value, list) else f"{text} ({type(value).__name__})"
+
+
+def _shape(value: list) -> str:
+    sizes = [str(len(value))]
+    inner = {len(row) if isinstance(row, list) else None for row in value}
+    if inner and inner != {None}:
+        sizes.append(str(inner.pop()) if len(inner) == 1 else "*")
+    return "[" + ", ".join(sizes) + "]"

@@ -1,0 +1,155 @@
+"""Reward functions for the tests: sound ones, and one for every way to go wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import torch
+
+
+def length(prompt: str, response: str) -> float:
+    return float(len(response))
+
+
+def with_columns(prompt: str, response: str, answer: int, scale: float = 1.0, **columns: object) -> dict[str, float]:
+    return {"score": scale * answer, "columns": float(len(columns)), "sometimes": None if answer == 2 else 1.0}
+
+
+def with_reason(prompt: str, response: str, finish_reason: str, response_length: int) -> float:
+    return response_length if finish_reason == "length" else -1.0
+
+
+async def asynchronous(prompt: str, response: str) -> float:
+    await asyncio.sleep(0.01)
+    return float(len(response))
+
+
+def batched(prompts: list[str], responses: list[str], answer: list[int]) -> list[float]:
+    return [len(response) + a for response, a in zip(responses, answer, strict=True)]
+
+
+async def batched_async(prompts: list[str], responses: list[str]) -> torch.Tensor:
+    return torch.tensor([float(len(r)) for r in responses])
+
+
+def tokens(prompt: str, response: str, response_length: int) -> list[float]:
+    return [0.5] * response_length
+
+
+def batched_tokens(prompts: list[str], responses: list[str], response_lengths: list[int]) -> list[list[float]]:
+    return [[1.0] * n for n in response_lengths]
+
+
+def uses_alarm(prompt: str, response: str) -> float:
+    """What math-verify does: only possible in the main thread of a process."""
+    signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.alarm(5)
+    signal.alarm(0)
+    return 1.0 if threading.current_thread() is threading.main_thread() else 0.0
+
+
+def hangs(prompt: str, response: str) -> float:
+    while response == "hang":
+        pass
+    return 1.0
+
+
+def hangs_holding_the_gil(prompt: str, response: str) -> float:
+    if response == "hang":
+        re.match(r"(a+)+$", "a" * 64 + "b")
+    return 1.0
+
+
+def sleeps(prompt: str, response: str) -> float:
+    if response == "hang":
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(77.125)"])
+        time.sleep(1e9)
+    return 1.0
+
+
+def batched_hangs(prompts: list[str], responses: list[str]) -> list[float]:
+    time.sleep(1e9)
+    return []
+
+
+def raises(prompt: str, response: str) -> float:
+    if response == "raise":
+        raise ZeroDivisionError("told to")
+    return 1.0
+
+
+def batched_raises(prompts: list[str], responses: list[str]) -> list[float]:
+    raise ZeroDivisionError("told to")
+
+
+def exits(prompt: str, response: str) -> float:
+    if response == "exit":
+        os._exit(3)
+    if response == "system exit":
+        sys.exit(4)
+    if response == "segfault":
+        ctypes.string_at(0)
+    if response == "leave a child":  # which keeps the pipe open after the process is gone
+        if os.fork() == 0:
+            time.sleep(60)
+        os._exit(5)
+    return 1.0
+
+
+def prints(prompt: str, response: str) -> float:
+    sys.stdout.write("x" * 100_000)
+    return 1.0
+
+
+def process_id(prompt: str, response: str) -> float:
+    return float(os.getpid())
+
+
+SPECIAL = {
+    "none": None, "nan": float("nan"), "inf": float("inf"), "str": "0.5", "list": [1.0], "empty": [], "array": np.ones((1, 1)),
+    "no score": {"value": 1.0}, "text metric": {"score": 1.0, "metric": "good"}, "numpy": np.float32(0.5), "tensor": torch.tensor(0.5),
+    "bool": True, "int": 2, "object": object(),
+}
+
+
+def returns(prompt: str, response: str) -> object:
+    return SPECIAL[response]
+
+
+def batched_returns(prompts: list[str], responses: list[str], kind: str = "") -> object:
+    n = len(responses)
+    return {
+        "column": [[1.0]] * n, "tensor column": torch.ones(n, 1), "padded": np.ones((n, 7)), "short": [1.0] * (n - 1), "number": 1.0,
+        "none": None, "dict": {"score": [1.0] * n}, "nan row": [1.0] * (n - 1) + [float("nan")], "deep": [[[1.0]]] * n,
+        "dicts": [{"score": 1.0, "good": float(i)} for i in range(n)],
+    }[kind]
+
+
+def no_response(prompt: str, answer: int) -> float:
+    return 0.0
+
+
+def mixed(prompt: str, responses: list[str]) -> float:
+    return 0.0
+
+
+def both(prompt: str, response: str, prompts: list[str], responses: list[str]) -> float:
+    return 0.0
+
+
+class Scorer:
+    def __call__(self, prompt: str, response: str) -> float:
+        return 7.0
+
+
+callable_object = Scorer()
+NOT_CALLABLE = 3
