@@ -1,4 +1,4 @@
-"""All that is wrong with a configuration, at once: `validate` for what cannot work, `warnings` for what is probably not meant.
+"""All that is wrong with a configuration, at once. What is only probably not meant: config/warn.py.
 
 Each message names the key, its value, what it conflicts with and the nearest value that works.
 """
@@ -13,7 +13,6 @@ from hybridflow.config.layout_rules import generation_layout_problems, reference
 from hybridflow.config.model_facts import ModelFacts
 from hybridflow.config.ranges import missing_problems, range_problems
 from hybridflow.config.schema import Config
-from hybridflow.config.warn import warnings as warnings  # noqa: PLC0414  (validate.warnings is the public name)
 
 GENERATING = ("grpo",)  # algorithms that generate and score; the others train on given responses
 _ARITHMETIC = ("actor.parallel.", "rollout.n=", "rollout.tp=", "rollout.max_", "data.train_batch_size=", "data.max_", "algorithm.mini_")

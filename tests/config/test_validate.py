@@ -1,0 +1,190 @@
+"""Every rule refuses what it should, with key, value and the way out, and lets the neighbouring value pass."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hybridflow.config import keys
+from hybridflow.config.model_facts import ModelFacts
+from hybridflow.config.schema import Config
+from hybridflow.config.validate import can_plan, validate
+from hybridflow.config.warn import sequence_warning, warnings
+from tests.config.support import QWEN, SMOLLM2, WIDE, config_of
+
+Changes = dict[str, object]
+
+
+def test_the_complete_configuration_is_valid() -> None:
+    for world, facts in ((1, SMOLLM2), (1, QWEN), (8, WIDE), (1, None)):
+        assert validate(config_of(), world, facts) == []
+
+
+# (world, facts, changes that fail, parts of the one message, the same with a value that passes)
+RULES: list[tuple[int, ModelFacts | None, Changes, list[str], Changes]] = [
+    # ranges and choices
+    (1, None, {"algorithm__kl_in": "los"}, ["algorithm.kl_in=los", "did you mean loss?", "reward"], {"algorithm__kl_in": "loss"}),
+    (1, None, {"algorithm__name": "gpro"}, ["algorithm.name=gpro", "did you mean grpo?"], {"algorithm__name": "grpo"}),
+    (1, None, {"actor__model__dtype": "bf16"}, ["actor.model.dtype=bf16", "bfloat16"], {"actor__model__dtype": "bfloat16"}),
+    (1, None, {"actor__recompute": "fully"}, ["actor.recompute=fully", "did you mean full?"], {"actor__recompute": "full"}),
+    (1, None, {"cluster__device": "gpu"}, ["cluster.device=gpu", "cuda"], {"cluster__device": "cuda"}),
+    (1, None, {"actor__optimizer__lr": 0.0}, ["actor.optimizer.lr=0.0", "above 0"], {"actor__optimizer__lr": 1e-9}),
+    (1, None, {"actor__optimizer__lr": float("nan")}, ["actor.optimizer.lr=nan", "finite"], {"actor__optimizer__lr": 1e-9}),
+    (1, None, {"actor__optimizer__beta2": 1.0}, ["actor.optimizer.beta2=1.0", "below 1"], {"actor__optimizer__beta2": 0.0}),
+    (1, None, {"rollout__n": 0}, ["rollout.n=0", "at least 1"], {"rollout__n": 2}),
+    (1, None, {"algorithm__clip_low": 1.0}, ["algorithm.clip_low=1.0", "below 1"], {"algorithm__clip_low": 0.99}),
+    (1, None, {"algorithm__kl_coef": -0.1}, ["algorithm.kl_coef=-0.1", "at least 0"], {"algorithm__kl_coef": 0.1}),
+    (1, None, {"trainer__steps": 0}, ["trainer.steps=0", "at least 1"], {"trainer__steps": 1}),
+    (1, None, {"reward__timeout_seconds": 0.0}, ["reward.timeout_seconds=0.0", "above 0"], {"reward__timeout_seconds": 0.1}),
+    (1, None, {"actor__parallel__tp": 0}, ["actor.parallel.tp=0", "at least 1"], {"actor__parallel__tp": 1}),
+    # required
+    (1, None, {"actor__model__path": "???"}, ["actor.model.path is required"], {"actor__model__path": "/m"}),
+    (1, None, {"data__train_files": "???"}, ["data.train_files is required"], {"data__train_files": ["a"]}),
+    (1, None, {"data__train_files": []}, ["data.train_files is required"], {"data__train_files": ["a"]}),
+    (1, None, {"reward__function": "???"}, ["reward.function is required"], {"reward__function": "a:b"}),
+    # not there yet
+    (1, None, {"engine_type": "fsdp"}, ["engine_type=fsdp", "engine_type=megatron"], {"engine_type": "megatron"}),
+    (2, None, {"actor__parallel__cp": 2}, ["actor.parallel.cp=2", "not available", "must be 1"], {"actor__parallel__cp": 1}),
+    (2, None, {"actor__parallel__ep": 2}, ["actor.parallel.ep=2", "not available"], {"actor__parallel__ep": 1}),
+    (2, None, {"actor__parallel__etp": 2}, ["actor.parallel.etp=2", "not available"], {"actor__parallel__etp": 1}),
+    (2, None, {"actor__parallel__vpp": 2}, ["actor.parallel.vpp=2", "not available"], {"actor__parallel__vpp": 1}),
+    # training layout
+    (2, SMOLLM2, {"actor__parallel__tp": 2}, ["actor.parallel.tp=2", "9 attention heads", "3 key-value heads", "works: 1"], {}),
+    (6, SMOLLM2, {"actor__parallel__tp": 6, "data__train_batch_size": 60}, ["actor.parallel.tp=6", "9 attention heads", "works: 3"],
+     {"actor__parallel__tp": 3, "data__train_batch_size": 60}),
+    (8, WIDE, {"actor__parallel__pp": 8, "actor__parallel__tp": 2}, ["tp=2 x pp=8 = 16", "8 ranks", "tp=1 pp=8", "tp=2 pp=4"],
+     {"actor__parallel__pp": 4, "actor__parallel__tp": 2}),
+    (4, SMOLLM2, {"actor__parallel__pp": 4}, ["actor.parallel.pp=4", "30 layers", "works: 2"], {"actor__parallel__pp": 2}),
+    (16, WIDE, {"actor__parallel__tp": 16}, ["actor.parallel.tp=16", "8 key-value heads", "works: 8"], {"actor__parallel__tp": 8}),
+    (3, replace(SMOLLM2, ffn=1537), {"actor__parallel__tp": 3, "data__train_batch_size": 3}, ["1537 feed-forward rows"],
+     {"actor__parallel__tp": 1, "data__train_batch_size": 3}),
+    (2, WIDE, {"actor__parallel__sequence_parallel": True}, ["sequence_parallel=true", "tp=1"],
+     {"actor__parallel__sequence_parallel": True, "actor__parallel__tp": 2}),
+    # generation layout
+    (8, WIDE, {"rollout__tp": 3}, ["rollout.tp=3", "8 ranks", "works: 2 or 4"], {"rollout__tp": 4}),
+    (2, SMOLLM2, {"rollout__tp": 2}, ["rollout.tp=2", "9 attention heads", "works: 1"], {"rollout__tp": 1}),
+    (9, SMOLLM2, {"rollout__tp": 9, "data__train_batch_size": 63}, ["rollout.tp=9", "1536 feed-forward rows", "works: 3"],
+     {"rollout__tp": 3, "data__train_batch_size": 63}),
+    (8, replace(WIDE, heads=24, kv_heads=6), {"rollout__tp": 4},
+     ["rollout.tp=4", "neither divides 6 key-value heads", "works: 2"], {"rollout__tp": 2}),
+    (6, WIDE, {"actor__parallel__tp": 2, "rollout__tp": 3, "data__train_batch_size": 60},
+     ["rollout.tp=3", "actor.parallel.tp=2", "works: 2"], {"actor__parallel__tp": 2, "rollout__tp": 2, "data__train_batch_size": 60}),
+    (16, replace(WIDE, vocab=65), {"rollout__tp": 16}, [], {}),  # pairs of ranks share a key-value head; the vocabulary is padded
+    (128, replace(WIDE, heads=128, kv_heads=128, vocab=64), {"rollout__tp": 128, "data__train_batch_size": 128},
+     ["rollout.tp=128", "vocabulary of 64"], {"rollout__tp": 64, "data__train_batch_size": 128}),
+    # batches
+    (6, None, {"data__train_batch_size": 64, "rollout__n": 12}, ["data.train_batch_size=64", "6 rollout replicas", "60 or 66"],
+     {"data__train_batch_size": 60, "rollout__n": 12}),
+    (8, WIDE, {"data__train_batch_size": 6, "rollout__n": 3, "rollout__tp": 8}, ["18 responses", "8 data-parallel ranks", "8"],
+     {"data__train_batch_size": 8, "rollout__n": 3, "rollout__tp": 8}),
+    (4, None, {"algorithm__mini_batch_size": 200}, ["algorithm.mini_batch_size=200", "512 responses", "128 or 256"],
+     {"algorithm__mini_batch_size": 256}),
+    (4, None, {"algorithm__mini_batch_size": 2}, ["algorithm.mini_batch_size=2", "multiple of the 4", "works: 4"],
+     {"algorithm__mini_batch_size": 4}),
+    (4, None, {"algorithm__name": "sft", "data__train_batch_size": 10}, ["data.train_batch_size=10 rows", "4 data-parallel", "8 or 12"],
+     {"algorithm__name": "sft", "data__train_batch_size": 12}),
+    # lengths
+    (1, SMOLLM2, {"data__max_prompt_length": 7169}, ["7169", "= 8193", "8192 positions"], {"data__max_prompt_length": 7168}),
+    (1, None, {"actor__max_tokens_per_micro_batch": 2047}, ["actor.max_tokens_per_micro_batch=2047", "= 2048", "works: 2048"],
+     {"actor__max_tokens_per_micro_batch": 2048}),
+    (1, None, {"actor__log_prob_max_tokens_per_micro_batch": 2047}, ["actor.log_prob_max_tokens_per_micro_batch=2047"],
+     {"actor__log_prob_max_tokens_per_micro_batch": 2048}),
+    (1, None, {"reference__log_prob_max_tokens_per_micro_batch": 9, "algorithm__kl_coef": 0.1},
+     ["reference.log_prob_max_tokens_per_micro_batch=9"], {"reference__log_prob_max_tokens_per_micro_batch": 9}),
+    (1, None, {"rollout__max_num_batched_tokens": 255}, ["rollout.max_num_batched_tokens=255", "max_num_seqs=256"],
+     {"rollout__max_num_batched_tokens": 256}),
+    (1, SMOLLM2, {"rollout__kv_cache_gib": 0.04}, ["rollout.kv_cache_gib=0.04", "2048 tokens", "works: 0.044"],
+     {"rollout__kv_cache_gib": 0.044}),
+    (1, SMOLLM2, {"rollout__stop_token_ids": [2, 49152]}, ["rollout.stop_token_ids", "49152", "0 to 49151"],
+     {"rollout__stop_token_ids": [2, 49151]}),
+    # sampling
+    (1, None, {"rollout__temperature": 0.0}, ["rollout.temperature=0", "val_temperature"], {"rollout__temperature": 0.6}),
+    (1, None, {"rollout__top_p": 0.9}, ["rollout.top_p=0.9", "log-probs", "1.0"], {"rollout__top_p": 1.0}),
+    (1, None, {"rollout__top_k": 50}, ["rollout.top_k=50", "log-probs", "-1"], {"rollout__top_k": -1}),
+    (1, None, {"rollout__n": 1}, ["rollout.n=1", "grpo", "2 or more"], {"rollout__n": 2}),
+    (1, None, {"rollout__stop": [""]}, ["rollout.stop", "empty"], {"rollout__stop": ["\n"]}),
+    # reward, names, optimizer
+    (1, None, {"reward__function": "rewards.py"}, ["reward.function=rewards.py", "package.module:name"], {"reward__function": "a.b:c"}),
+    (1, None, {"reward__function": "a:b:c"}, ["reward.function=a:b:c"], {"reward__function": "a:b"}),
+    (1, None, {"trainer__name": "a/b"}, ["trainer.name='a/b'"], {"trainer__name": "a-b"}),
+    (1, None, {"actor__optimizer__min_lr": 1e-5}, ["actor.optimizer.min_lr=1e-05", "lr=1e-06"], {"actor__optimizer__min_lr": 1e-7}),
+    # supervised
+    (1, None, {"algorithm__name": "sft", "rollout__temperature": 0.6}, ["rollout.temperature=0.6", "sft"], {"algorithm__name": "sft"}),
+    (1, None, {"algorithm__name": "sft", "algorithm__kl_coef": 0.1}, ["algorithm.kl_coef=0.1", "sft"], {"algorithm__name": "sft"}),
+]
+
+
+@pytest.mark.parametrize("world, facts, changes, parts, passing", RULES, ids=lambda value: str(value)[:60])
+def test_rules(world: int, facts: ModelFacts | None, changes: Changes, parts: list[str], passing: Changes) -> None:
+    problems = validate(config_of(**changes), world, facts)
+    if not parts:
+        assert problems == []
+        return
+    matching = [problem for problem in problems if all(part in problem for part in parts)]
+    assert len(matching) == 1, problems
+    assert validate(config_of(**passing), world, facts) == []
+
+
+def test_all_problems_are_reported_at_once() -> None:
+    config = config_of(actor__parallel__tp=2, rollout__temperature=0.0, rollout__top_k=3, reward__function="x", algorithm__kl_in="los",
+                       data__max_prompt_length=9000, actor__parallel__cp=2, trainer__steps=0, engine_type="fsdp",
+                       data__train_batch_size=63)
+    found = validate(config, 4, SMOLLM2)
+    for part in ("actor.parallel.tp=2", "temperature=0", "top_k=3", "reward.function=x", "kl_in=los", "9000", "cp=2", "steps=0", "fsdp",
+                 "train_batch_size=63"):
+        assert any(part in problem for problem in found), part
+
+
+def test_supervised_training_needs_neither_reward_nor_rollout() -> None:
+    config = config_of(algorithm__name="sft", reward__function="???", rollout__tp=7, rollout__n=1, data__train_batch_size=10)
+    assert validate(config, 2, SMOLLM2) == [] and can_plan(config, 2)
+
+
+def test_a_reference_model_of_its_own_must_fit() -> None:
+    config = config_of(algorithm__kl_coef=0.1, reference__model__path="/other", actor__parallel__tp=3, data__train_batch_size=60)
+    assert validate(config, 3, SMOLLM2, replace(SMOLLM2, path="/other")) == []
+    (problem,) = validate(config, 3, SMOLLM2, replace(SMOLLM2, path="/other", vocab=50000))
+    assert "/other" in problem and "50000" in problem and "49152" in problem
+    (problem,) = validate(config, 3, SMOLLM2, replace(SMOLLM2, path="/other", heads=8, kv_heads=8))
+    assert "8 attention heads" in problem
+    config.algorithm.kl_coef = 0.0
+    assert validate(config, 3, SMOLLM2, replace(SMOLLM2, path="/other", vocab=50000)) == []
+
+
+def test_every_key_named_in_a_message_exists() -> None:
+    words = set()
+    for world, facts, changes, _, _ in RULES:
+        for problem in validate(config_of(**changes), world, facts):
+            words.update(word.split("=")[0].strip(":;,()") for word in problem.split() if "=" in word and "." in word.split("=")[0])
+    assert words and all(keys.find(word) or word == "rewards.py" for word in words), [word for word in words if not keys.find(word)]
+
+
+def test_every_number_and_choice_has_a_range() -> None:
+    """A number without a range accepts nonsense; the two exceptions are scores, which may be anything."""
+    free = {key for key, leaf in keys.leaves().items() if leaf.inner in (int, float) and not leaf.metadata}
+    assert free == {"reward.timeout_reward", "reward.error_reward"}
+
+
+@pytest.mark.parametrize("changes, part", [
+    ({"algorithm__kl_estimator": "k1", "algorithm__kl_coef": 0.1}, "expected gradient of k1 is zero"),
+    ({"algorithm__kl_in": "reward"}, "no effect with algorithm.kl_coef=0"),
+    ({"actor__optimizer__min_lr": 1e-7}, "no effect with actor.optimizer.schedule=constant"),
+    ({"trainer__steps": 3, "trainer__epochs": 2}, "trainer.epochs=2 has no effect"),
+    ({"trainer__steps": 3, "actor__optimizer__warmup_steps": 3}, "3 optimizer steps"),
+    ({"trainer__val_interval": 5}, "no effect without data.val_files"),
+    ({"rollout__kv_cache_gib": 1.0}, "holds 22 sequences"),
+])
+def test_warnings(changes: Changes, part: str) -> None:
+    silent = config_of(rollout__kv_cache_gib=80.0)
+    assert warnings(silent, SMOLLM2) == []
+    config: Config = config_of(**({"rollout__kv_cache_gib": 80.0} | changes))
+    assert validate(config, 1, SMOLLM2) == []
+    (warning,) = warnings(config, SMOLLM2)
+    assert part in warning
+
+
+def test_waves_are_announced() -> None:
+    assert sequence_warning(config_of(rollout__max_num_seqs=240), 240) == []
+    (warning,) = sequence_warning(config_of(rollout__max_num_seqs=100), 240)
+    assert "240 sequences" in warning and "3 waves" in warning
