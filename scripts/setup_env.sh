@@ -70,6 +70,8 @@ install() {
     say "$title"
     # Compiling every module of every package takes a minute; Python compiles those it imports.
     "$venv/bin/python" -m pip install --no-input --no-compile --progress-bar off "$@" 2>&1 | log_with_signs_of_life || {
+        # pip undoes what it cannot end, so the next start may go on from here; not so if pip itself was killed.
+        ((PIPESTATUS[0] > 128)) || rm -f "$unfinished"
         tail -n 25 "$log" >&2
         fail "installation of '$title' failed; the whole output is in $log." \
             "If a package was not found: check pip's index and proxy settings ('$venv/bin/python -m pip config list')."

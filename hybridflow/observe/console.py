@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Literal, TextIO
+from typing import TYPE_CHECKING, Literal, TextIO
 
 from hybridflow.observe import table
-from hybridflow.observe.rollouts import Rollout, describe
+
+if TYPE_CHECKING:
+    from hybridflow.observe.rollouts import Rollout
 
 FINAL_ROWS = 12  # of the table at the end
 HEADER_EVERY = 20  # lines
@@ -52,6 +54,8 @@ class PlainConsole:
             self._show_warning(f"warning: {message}")
 
     def samples(self, title: str, rollouts: Sequence[Rollout]) -> None:
+        from hybridflow.observe.rollouts import describe  # brings torch, which a console alone does not need
+
         self.show("\n".join([title, *(describe(rollout) for rollout in rollouts)]))
 
     def finish(self, title: str, summary: Mapping[str, object]) -> None:
