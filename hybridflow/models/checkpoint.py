@@ -17,7 +17,7 @@ from hybridflow.config.layout import Layout
 from hybridflow.errors import ModelError
 from hybridflow.models.model_folder import ModelFolderWriter
 from hybridflow.models.shards import Box, Piece, ShardParameter
-from hybridflow.models.tensor_files import DTYPES, TensorFiles, TensorInfo
+from hybridflow.models.tensor_files import CODES, DTYPES, TensorFiles, TensorInfo
 from hybridflow.models.weight_map import WeightMap
 
 READ_BYTES = 64 << 20  # host memory of one read
@@ -93,14 +93,15 @@ def _file_problems(found: Mapping[str, TensorInfo], parameters: Mapping[str, Sha
         if info.dtype not in DTYPES:
             problems.append(f"dtype {info.dtype} of {name} in {info.file} is not supported; supported: {', '.join(DTYPES)}")
     if expected is not None:
-        problems += [f"surplus: {name} {list(info.shape)} in {info.file}" for name, info in found.items() if not _known(name, expected)]
+        unknown = {name: info for name, info in found.items() if not _known(name, info, expected)}
+        problems += [f"surplus: {name} {list(info.shape)} in {info.file}" for name, info in unknown.items()]
     return problems
 
 
-def _known(name: str, expected: Shapes) -> bool:
+def _known(name: str, info: TensorInfo, expected: Shapes) -> bool:
     if name in expected or name.endswith("rotary_emb.inv_freq"):  # old Llama checkpoints store the rotary frequencies
         return True
-    return TIED.get(name) in expected and name not in expected
+    return name in TIED and expected.get(TIED[name]) == info.shape
 
 
 @dataclass(frozen=True)
@@ -188,6 +189,8 @@ def export(
     if problems:
         raise ModelError("export: the tensors do not fit the weight map:\n  " + "\n  ".join(problems))
     kind = dtype or next(iter(tensors.values())).dtype
+    if kind not in CODES:
+        raise ModelError(f"export in {kind} is not supported; supported: {', '.join(str(known) for known in CODES)}")
     sources = _sources(weights, layout)
     writer = None
     if rank == 0:

@@ -111,7 +111,7 @@ class ModelFolderWriter:
         old = self.path.with_name(f".{self.path.name}.old")
         shutil.rmtree(old, ignore_errors=True)
         if self.path.exists():
-            self.path.rename(old)
+            self.path.rename(old)  # a folder cannot be renamed over; a crash between the two lines leaves both, complete
         self.partial.rename(self.path)
         _sync(self.path.parent)
         shutil.rmtree(old, ignore_errors=True)

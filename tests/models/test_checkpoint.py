@@ -181,6 +181,9 @@ def test_tied_head_stored_twice_must_be_equal(folder: Path) -> None:
     state["lm_head.weight"][100, 31] += 1
     save_file(state, folder / "model.safetensors")
     assert "lm_head.weight differs from model.embed_tokens.weight" in problems(folder)
+    state["lm_head.weight"] = torch.zeros(7, 32)
+    save_file(state, folder / "model.safetensors")
+    assert "surplus: lm_head.weight [7, 32]" in problems(folder)
 
 
 @pytest.mark.parametrize("damage", ["cut short", "garbage", "absent", "index names a missing file", "index is no index"])

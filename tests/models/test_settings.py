@@ -40,7 +40,8 @@ def test_llama_biases_follow_the_configuration() -> None:
     only_attention = weight_map(config(attention_bias=True))
     assert only_attention.settings.transformer["add_qkv_bias"] and only_attention.settings.attention_output_bias
     assert not only_attention.settings.transformer["add_bias_linear"]
-    assert "model.layers.1.self_attn.o_proj.bias" in only_attention.logical and "model.layers.1.mlp.up_proj.bias" not in only_attention.logical
+    assert "model.layers.1.self_attn.o_proj.bias" in only_attention.logical
+    assert "model.layers.1.mlp.up_proj.bias" not in only_attention.logical
     both = weight_map(config(attention_bias=True, mlp_bias=True))
     assert both.settings.transformer["add_bias_linear"] and not both.settings.attention_output_bias
     assert both.logical["model.layers.1.mlp.up_proj.bias"] == (64,)
