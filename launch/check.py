@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 
+from hybridflow.config import memory
 from hybridflow.config.help import help_text
 from hybridflow.config.load import LoadedConfig, load_config
 from hybridflow.config.ranks import ranks_here
@@ -40,6 +41,8 @@ def render(loaded: LoadedConfig, report: Report) -> str:
         lines.append(f"  {'model':<14} {facts.family}, {size}, vocabulary {facts.vocab} ({facts.path})")
     if report.plan is not None:
         lines.append(report.plan.text())
+        if report.facts is not None and not report.problems:
+            lines.append(memory.render(memory.phases(loaded.config, report.world, report.facts)))
     lines += [f"warning: {warning}" for warning in report.warnings]
     lines += [f"✗ {problem}" for problem in report.problems]
     count = len(report.problems)

@@ -5,24 +5,29 @@ from __future__ import annotations
 from hybridflow.config.batch_rules import GIB, kv_bytes_per_token, longest_sequence, rows_per_step
 from hybridflow.config.model_facts import ModelFacts
 from hybridflow.config.schema import Config
+from hybridflow.config.validate import generates
 
 
-def warnings(config: Config, facts: ModelFacts | None) -> list[str]:
+def warnings(config: Config) -> list[str]:
     """What a user should know about a valid configuration."""
-    found = _schedule(config) + _validation(config)
-    if config.algorithm.name == "grpo":
-        found += _kl(config) + _cache(config, facts)
+    return _schedule(config) + _validation(config) + (_kl(config) if generates(config) else [])
+
+
+def sequence_warning(config: Config, sequences_per_replica: int, facts: ModelFacts | None = None) -> list[str]:
+    """What keeps the sequences of a replica from being decoded together: max_num_seqs, or a small cache."""
+    limit, found = config.rollout.max_num_seqs, []
+    if limit < sequences_per_replica:
+        waves = -(-sequences_per_replica // limit)
+        found.append(f"rollout.max_num_seqs={limit}: each replica has {sequences_per_replica} sequences a step, decoded in about {waves} "
+                     f"waves; rollout.max_num_seqs={sequences_per_replica} decodes them together if the cache holds them.")
+    if facts is None:
+        return found
+    longest, together = longest_sequence(config, generates=True), min(limit, sequences_per_replica)
+    held = int(config.rollout.kv_cache_gib * GIB / kv_bytes_per_token(config, facts) / longest)
+    if 0 < held < together:
+        found.append(f"rollout.kv_cache_gib={config.rollout.kv_cache_gib:g}: holds {held} sequences of the full {longest} tokens, fewer "
+                     f"than the {together} decoded together; when responses are long, sequences wait or are computed again.")
     return found
-
-
-def sequence_warning(config: Config, sequences_per_replica: int) -> list[str]:
-    """rollout.max_num_seqs below the sequences of a replica: they run in waves."""
-    limit = config.rollout.max_num_seqs
-    if limit >= sequences_per_replica:
-        return []
-    waves = -(-sequences_per_replica // limit)
-    return [f"rollout.max_num_seqs={limit}: each replica has {sequences_per_replica} sequences a step, decoded in about {waves} waves; "
-            f"rollout.max_num_seqs={sequences_per_replica} decodes them together if the cache holds them."]
 
 
 def _kl(config: Config) -> list[str]:
@@ -42,7 +47,7 @@ def _schedule(config: Config) -> list[str]:
     if steps is not None and config.trainer.epochs != 1:
         found.append(f"trainer.epochs={config.trainer.epochs} has no effect with trainer.steps={steps}.")
     if steps is not None:
-        rows = rows_per_step(config, generates=config.algorithm.name == "grpo")
+        rows = rows_per_step(config, generates(config))
         updates = steps * config.algorithm.update_epochs * (rows // (config.algorithm.mini_batch_size or rows))
         if optimizer.warmup_steps >= updates:
             found.append(f"actor.optimizer.warmup_steps={optimizer.warmup_steps}: the run has {updates} optimizer steps and never reaches "
@@ -53,15 +58,4 @@ def _schedule(config: Config) -> list[str]:
 def _validation(config: Config) -> list[str]:
     if config.trainer.val_interval > 0 and not config.data.val_files:
         return [f"trainer.val_interval={config.trainer.val_interval} has no effect without data.val_files."]
-    return []
-
-
-def _cache(config: Config, facts: ModelFacts | None) -> list[str]:
-    if facts is None:
-        return []
-    longest = longest_sequence(config, generates=True)
-    held = int(config.rollout.kv_cache_gib * GIB / kv_bytes_per_token(config, facts) / longest)
-    if 0 < held < config.rollout.max_num_seqs:
-        return [f"rollout.kv_cache_gib={config.rollout.kv_cache_gib:g}: holds {held} sequences of the full {longest} tokens, fewer than "
-                f"rollout.max_num_seqs={config.rollout.max_num_seqs}; when responses are long, sequences wait or are computed again."]
     return []

@@ -37,9 +37,9 @@ def check(config: Config, world: int) -> Report:
     if can_plan(config, world):
         generation = generation_layout(Layout(world, tp=config.actor.parallel.tp, pp=config.actor.parallel.pp), config.rollout.tp)
         report.plan = batch_plan(config, world, generation if generates(config) else None)
-        report.warnings += warnings(config, report.facts)
+        report.warnings += warnings(config)
         if report.plan.rollout is not None:
-            report.warnings += sequence_warning(config, report.plan.rollout.sequences_per_replica)
+            report.warnings += sequence_warning(config, report.plan.rollout.sequences_per_replica, report.facts)
     report.problems += [problem for problem in found + file_problems(config) if problem not in report.problems]
     return report
 

@@ -173,14 +173,12 @@ def test_every_number_and_choice_has_a_range() -> None:
     ({"trainer__steps": 3, "trainer__epochs": 2}, "trainer.epochs=2 has no effect"),
     ({"trainer__steps": 3, "actor__optimizer__warmup_steps": 3}, "3 optimizer steps"),
     ({"trainer__val_interval": 5}, "no effect without data.val_files"),
-    ({"rollout__kv_cache_gib": 1.0}, "holds 22 sequences"),
 ])
 def test_warnings(changes: Changes, part: str) -> None:
-    silent = config_of(rollout__kv_cache_gib=80.0)
-    assert warnings(silent, SMOLLM2) == []
-    config: Config = config_of(**({"rollout__kv_cache_gib": 80.0} | changes))
+    assert warnings(config_of()) == []
+    config: Config = config_of(**changes)
     assert validate(config, 1, SMOLLM2) == []
-    (warning,) = warnings(config, SMOLLM2)
+    (warning,) = warnings(config)
     assert part in warning
 
 
@@ -188,3 +186,10 @@ def test_waves_are_announced() -> None:
     assert sequence_warning(config_of(rollout__max_num_seqs=240), 240) == []
     (warning,) = sequence_warning(config_of(rollout__max_num_seqs=100), 240)
     assert "240 sequences" in warning and "3 waves" in warning
+
+
+def test_a_cache_that_cannot_hold_the_sequences_is_announced() -> None:
+    config = config_of(rollout__kv_cache_gib=1.0)
+    assert sequence_warning(config, 22, SMOLLM2) == []
+    (warning,) = sequence_warning(config, 23, SMOLLM2)
+    assert "holds 22 sequences of the full 2048 tokens" in warning and "the 23 decoded together" in warning

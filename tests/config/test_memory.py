@@ -1,0 +1,64 @@
+"""Predicted memory: parameters per rank are those of the weight map; phases hold what they should."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from hybridflow.config.layout import Layout
+from hybridflow.config.memory import GIB, generation_parameters, phases, render, training_parameters
+from hybridflow.config.model_facts import ModelFacts
+from tests.config.support import SMOLLM2, config_of
+
+
+def weights_of(facts: ModelFacts) -> Any:
+    from transformers import AutoConfig
+
+    from hybridflow.models.weight_map import weight_map
+
+    return weight_map(AutoConfig.for_model(
+        facts.family, num_hidden_layers=facts.layers, hidden_size=facts.hidden, intermediate_size=facts.ffn,
+        num_attention_heads=facts.heads, num_key_value_heads=facts.kv_heads, vocab_size=facts.vocab, tie_word_embeddings=facts.tied,
+        head_dim=facts.head_dim, rope_parameters={"rope_theta": 1e4, "rope_type": "default"}))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_parameters_per_rank_are_those_of_the_weight_map(family: str, tied: bool) -> None:
+    facts = ModelFacts("m", family, layers=4, hidden=32, ffn=64, heads=8, kv_heads=4, head_dim=4, vocab=101, max_positions=64, tied=tied)
+    table = weights_of(facts)
+
+    def size(parameters: dict[str, Any]) -> int:
+        return sum(math.prod(parameter.shape) for parameter in parameters.values())
+
+    for tp, pp in [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (4, 4)]:
+        layout = Layout(tp * pp, tp=tp, pp=pp)
+        assert training_parameters(facts, tp, pp) == max(size(table.megatron(layout, rank)) for rank in range(layout.world)), (tp, pp)
+    for tp in (1, 2, 4, 8):
+        assert generation_parameters(facts, tp) == size(table.vllm(tp, 0)), tp
+
+
+def test_phases_hold_what_the_settings_say() -> None:
+    config = config_of(rollout__kv_cache_gib=2.0, algorithm__kl_coef=0.1, data__train_batch_size=60)
+    update, generate = phases(config, 2, SMOLLM2)
+    count = SMOLLM2.parameters
+    assert update.parts["weights"] == update.parts["reference"] == 2 * count
+    assert update.parts["gradients"] == 4 * count and update.parts["optimizer"] == 12 * count // 2
+    assert generate.parts["key-value cache"] == 2 * GIB and generate.parts["rollout weights"] == 2 * count
+    assert generate.parts["optimizer"] == update.parts["optimizer"]
+    config.actor.offload, config.algorithm.kl_coef = True, 0.0
+    update, generate = phases(config, 2, SMOLLM2)
+    assert "optimizer" not in generate.parts and "gradients" not in generate.parts and "reference" not in update.parts
+    config.actor.model.dtype = "float32"
+    assert phases(config, 1, SMOLLM2)[0].parts["optimizer"] == 8 * count  # no master copy
+    config.algorithm.name = "sft"
+    assert [phase.name for phase in phases(config, 1, SMOLLM2)] == ["update"]
+    assert "GiB per rank" in render(phases(config, 1, replace(SMOLLM2, layers=2)))
+
+
+def test_recompute_saves_activations() -> None:
+    none, full = (phases(config_of(actor__recompute=mode), 1, SMOLLM2)[0].parts["activations (estimate)"] for mode in ("none", "full"))
+    assert 0 < full < none / 4
