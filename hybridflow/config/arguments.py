@@ -76,6 +76,8 @@ def _unknown(key: str, raw: str, groups: list[str]) -> str:
 def _add_group(result: Arguments, group: str, raw: str, problems: list[str]) -> None:
     if raw.startswith("{"):
         problems.append(f"{group}={raw}: {group} chooses a file of configs/{group}/; set single values as {group}.KEY=VALUE.")
+    elif raw == "null":
+        result.groups.pop(group, None)  # no file: the default of experiment
     else:
         result.groups[group] = raw.strip("'\"").removesuffix(".yaml")
 

@@ -82,7 +82,7 @@ def find(key: str) -> Leaf | None:
     if key in leaves():
         return leaves()[key]
     parts = key.split(".")
-    for end in range(len(parts) - 1, 0, -1):
+    for end in range(len(parts) - 1, 0, -1) if all(parts) else ():
         leaf = leaves().get(".".join(parts[:end]))
         if leaf is not None:
             return leaf if leaf.is_open else None

@@ -64,7 +64,8 @@ def load_config(arguments: list[str], config_dir: Path = CONFIG_DIR) -> LoadedCo
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_first_line(error)) from error
     sources = {key: name for name, entries in files for key in entries}
-    _apply(composed, parsed)
+    if problems := _apply(composed, parsed):
+        raise ConfigError(problems)
     sources.update(dict.fromkeys(parsed.values, COMMAND_LINE))
     config, derived = _resolve(composed, sources)
     changed = _changed(config, sources) | derived
@@ -91,7 +92,7 @@ def _choice_problems(parsed: Arguments, directories: list[Path]) -> list[str]:
     problems = [f"config_dir={path}: no such folder; it holds files like experiment/my_run.yaml." for path in absent]
     for group, choice in parsed.groups.items():
         names = choices(group, directories)
-        if choice not in names and not (group == "experiment" and choice == "null"):
+        if choice not in names:
             near = keys.nearest(choice, names)
             hint = f" Did you mean {group}={near}?" if near else ""
             place = f"no file {group}/{choice}.yaml in {', '.join(map(str, directories))}"
@@ -155,11 +156,31 @@ def _problem(config: DictConfig, key: str, value: Any) -> str | None:
         return keys.unknown_key(key)
     if leaf.inner is int and isinstance(value, bool):
         return f"{key}={value!r}: expected {leaf.type_name}."
+    if key != leaf.key:
+        return None if config is _scratch() else _set_below(config, leaf, key, value)
     try:
-        OmegaConf.update(config, key, value, force_add=leaf.is_open)
+        OmegaConf.update(config, key, value, merge=True)
     except OmegaConfBaseException:
         return f"{key}={value!r}: expected {leaf.type_name}."
     return None
+
+
+def _set_below(config: DictConfig, leaf: keys.Leaf, key: str, value: Any) -> str | None:
+    """Sets a value inside a free mapping (`reward.kwargs.low`), making the mappings on the way."""
+    content = _at(OmegaConf.to_container(config, resolve=False), leaf.key)
+    *sections, last = key.removeprefix(f"{leaf.key}.").split(".")
+    below = content
+    for section in sections:
+        below = below.setdefault(section, {}) if isinstance(below, dict) else below
+    if not isinstance(below, dict):
+        return f"{key}={value!r}: above it stands {below!r}, which holds no keys."
+    below[last] = value
+    OmegaConf.update(config, leaf.key, content, merge=False)
+    return None
+
+
+def _at(tree: dict[str, Any], key: str) -> Any:
+    return functools.reduce(lambda node, name: node[name], key.split("."), tree)
 
 
 def _resolve(composed: DictConfig, sources: dict[str, str]) -> tuple[Config, dict[str, str]]:
@@ -169,7 +190,7 @@ def _resolve(composed: DictConfig, sources: dict[str, str]) -> tuple[Config, dic
     derived: dict[str, str] = {}
     problems = []
     for key in keys.leaves():
-        written = functools.reduce(lambda node, name: node[name], key.split("."), raw)
+        written = _at(raw, key)
         try:
             value = OmegaConf.select(composed, key, throw_on_missing=True, throw_on_resolution_failure=True)
             values[key] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value

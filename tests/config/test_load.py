@@ -74,6 +74,18 @@ def test_values_are_read_with_the_type_of_the_schema(argument: str, key: str, va
     assert result == value and type(result) is type(value)
 
 
+def test_a_free_mapping_takes_nested_keys_and_refuses_what_cannot_be() -> None:
+    assert load_config(["reward.kwargs.a.b=1", "reward.kwargs.a.c=x", "reward.kwargs.d=[2]"]).config.reward.kwargs == {
+        "a": {"b": 1, "c": "x"}, "d": [2]}
+    assert "holds no keys" in problems_of("reward.kwargs.a=3", "reward.kwargs.a.b=1")[0]
+    assert "no such key" in problems_of("reward.kwargs.=3")[0]
+    assert load_config(["reward.kwargs.a.b=1"]).config.reward.kwargs == {"a": {"b": 1}}  # nothing is left of earlier calls
+
+
+def test_no_experiment_can_be_said() -> None:
+    assert load_config(["experiment=null"]).config == load_config([]).config
+
+
 def test_values_follow_other_keys() -> None:
     config = load_config(["actor.model.path=/m", "trainer.name=run-${trainer.seed}", "trainer.seed=7"]).config
     assert config.reference.model.path == "/m" and config.trainer.name == "run-7"
