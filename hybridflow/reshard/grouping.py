@@ -10,9 +10,9 @@ def generation_layout(layout: Layout, tp_g: int) -> GenerationLayout:
     """Groups of `tp_g` ranks such that each rank's training shard lies inside its generation shard where that can be.
 
     With tp_g <= t the ranks of a group stand t / tp_g apart: tensor-parallel rank i goes to generation rank i // (t / tp_g),
-    whose shard is that many training shards. For t=4, d=2, tp_g=2 (ranks from 0): [0,2] [1,3] [4,6] [5,7]. With tp_g > t a
-    generation shard is smaller than a training shard; tp_g / t neighbouring tensor-parallel groups then make one group, and
-    each generation shard is a part of its rank's training shard (`nests` tells the two cases apart).
+    whose shard is that many training shards. For t=4, d=2, tp_g=2 (ranks from 0): [0,2] [1,3] [4,6] [5,7]. With tp_g > t no
+    training shard fits into a smaller generation shard (`nests` tells); neighbouring ranks then make a group, so that it stays
+    inside a node. Ranks of a group always ascend: torch.distributed orders a group by global rank, whatever list it was given.
 
     Raises ConfigError when tp_g divides neither way or does not divide the ranks.
     """
@@ -21,7 +21,7 @@ def generation_layout(layout: Layout, tp_g: int) -> GenerationLayout:
     if nests(layout, tp_g):
         groups = _strided(layout, tp_g)
     elif tp_g % layout.tp == 0:
-        groups = _joined(layout, tp_g)
+        groups = _consecutive(layout, tp_g)
     else:
         raise ConfigError(f"rollout.tp={tp_g} and actor.parallel.tp={layout.tp}: one must be a multiple of the other; {_nearest(layout)}")
     return GenerationLayout(layout.world, tp_g, groups)
@@ -38,10 +38,8 @@ def _strided(layout: Layout, tp_g: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(start + j * stride for j in range(tp_g)) for start in starts)
 
 
-def _joined(layout: Layout, tp_g: int) -> tuple[tuple[int, ...], ...]:
-    blocks = tp_g // layout.tp
-    return tuple(tuple(first + block * layout.tp + tp for tp in range(layout.tp) for block in range(blocks))
-                 for first in range(0, layout.world, tp_g))
+def _consecutive(layout: Layout, tp_g: int) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(range(first, first + tp_g)) for first in range(0, layout.world, tp_g))
 
 
 def _nearest(layout: Layout) -> str:

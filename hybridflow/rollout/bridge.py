@@ -83,6 +83,8 @@ class HybridWorker(BaseWorker):
 
     def _make_groups(self, backend: str) -> None:
         groups = [list(group) for group in self.vllm_config.additional_config["groups"]]
+        if any(group != sorted(group) for group in groups):
+            raise ValueError(f"ranks of a generation group must ascend, got {groups}: torch.distributed would reorder them silently")
         singles = [[rank] for rank in range(dist.get_world_size())]
         config = self.parallel_config
         parallel_state.set_custom_all_reduce(not config.disable_custom_all_reduce)
