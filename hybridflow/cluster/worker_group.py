@@ -82,6 +82,7 @@ class WorkerGroup:
     """SPMD processes of one pool; a torch.distributed world spans them.
 
     roles: name -> (class, constructor keywords); built in this order as `cls(context, **kwargs)` on all ranks at once.
+    name: in messages and log files; default: the roles joined by "+".
     phase_timeout: seconds a call may take before the group is ended with a WorkerError that names the silent ranks.
     log_dir: rank files `<name>-rank<r>.log` with stdout and stderr (None: Ray's session folder keeps them).
     environment: variables for the processes, over the defaults of launch_environment.
@@ -89,18 +90,18 @@ class WorkerGroup:
     """
 
     def __init__(self, pool: ResourcePool, roles: Roles, *, layout: Layout, generation: GenerationLayout | None = None,
-                 name: str = "workers", log_dir: str | Path | None = None, environment: dict[str, str] | None = None,
+                 name: str = "", log_dir: str | Path | None = None, environment: dict[str, str] | None = None,
                  start_timeout: float = 300.0, phase_timeout: float = 1800.0) -> None:
         worlds = {"layout": layout.world, "generation": generation.world if generation else layout.world, "pool": len(pool)}
         if len(set(worlds.values())) > 1:
             raise ConfigError(f"layouts and pool of a worker group must span the same ranks, got {worlds}")
-        self.pool, self.layout, self.generation, self.name = pool, layout, generation, name
-        self.ident = f"{name}-{os.getpid()}-{secrets.token_hex(4)}"
+        self.pool, self.layout, self.generation, self.name = pool, layout, generation, name or "+".join(roles)
+        self.ident = f"{self.name}-{os.getpid()}-{secrets.token_hex(4)}"
         self._routings: dict[Protocol, Routing] = {}
         self._handles = {role: RoleHandle(self, role, worker_class) for role, (worker_class, _) in roles.items()}
         actor = ray.remote(max_restarts=0, max_task_retries=0)(RankProcess)
         self._actors = [actor.options(**pool.actor_options(rank)).remote() for rank in range(len(pool))]
-        self._watch = Watch(self._actors, name, phase_timeout)
+        self._watch = Watch(self._actors, self.name, phase_timeout)
         try:
             self._start(roles, log_dir, environment or {}, start_timeout, phase_timeout)
         except BaseException:

@@ -1,0 +1,223 @@
+"""Bring up the cluster a run lives on, and take it down however the run ends.
+
+    with cluster_session(config.cluster, log_dir=...) as cluster:      # the driver's code; other processes of the job
+        group = cluster.worker_group({"actor": (...)}, layout=...)     # never get here: they wait, and exit with its code
+
+Three ways in, one way out: torchrun (any number of processes and nodes; local rank 0 of a node brings up Ray there, global
+rank 0 is the driver), plain `python` on one machine, or a cluster that exists already (RAY_ADDRESS).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from hybridflow.cluster.failure import exit_code
+from hybridflow.cluster.node import RayNode
+from hybridflow.cluster.pool import ResourcePool
+from hybridflow.cluster.rendezvous import POLL_SECONDS, Rendezvous, Seat, node_address
+from hybridflow.cluster.worker_group import Roles, WorkerGroup
+from hybridflow.config.layout import GenerationLayout, Layout
+from hybridflow.config.schema import ClusterConfig
+from hybridflow.errors import ConfigError, WorkerError
+
+logger = logging.getLogger(__name__)
+ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass
+class Cluster:
+    """A running cluster. device: cpu or cuda. ranks_per_node: worker ranks on each node. start_seconds: time to come up."""
+
+    config: ClusterConfig
+    device: str
+    ranks_per_node: list[int]
+    log_dir: Path | None
+    start_seconds: float
+    _pool: ResourcePool | None = None
+
+    @property
+    def world(self) -> int:
+        return sum(self.ranks_per_node)
+
+    @property
+    def pool(self) -> ResourcePool:
+        """All ranks of the cluster (reserved at the first use)."""
+        if self._pool is None:
+            self._pool = ResourcePool(self.ranks_per_node, self.device, timeout_seconds=self.config.start_timeout_seconds)
+        return self._pool
+
+    def worker_group(self, roles: Roles, *, layout: Layout, generation: GenerationLayout | None = None, pool: ResourcePool | None = None,
+                     **options: Any) -> WorkerGroup:
+        """A WorkerGroup (on all ranks unless `pool` is given) with the time-outs and the log folder of this cluster."""
+        settings = {"log_dir": self.log_dir, "start_timeout": self.config.start_timeout_seconds,
+                    "phase_timeout": self.config.phase_timeout_seconds, **options}
+        return WorkerGroup(pool or self.pool, roles, layout=layout, generation=generation, **settings)
+
+
+@contextlib.contextmanager
+def cluster_session(config: ClusterConfig, log_dir: str | Path | None = None) -> Iterator[Cluster]:
+    """The driver's cluster; ends every process of the job on the way out.
+
+    Other processes of a torchrun job do not return from here: they raise SystemExit with the driver's exit code when it
+    ends, 1 if it is lost. Within, SIGTERM and SIGHUP raise SystemExit(128 + number).
+    """
+    begun = time.monotonic()
+    with _signals_raise():
+        seat = Seat.here()
+        meeting = Rendezvous(seat, config.start_timeout_seconds) if seat else None
+        if meeting and meeting.seat.rank:
+            sys.exit(_follow(meeting, config))
+        code = 1
+        try:
+            with _ray(config, meeting):
+                yield _cluster(config, Path(log_dir) if log_dir else None, begun)
+            code = 0
+        except BaseException as error:
+            code = exit_code(error)
+            raise
+        finally:
+            if meeting:
+                with _signals_wait():
+                    meeting.publish("exit", str(code))
+                    meeting.wait_for_goodbyes()
+
+
+@contextlib.contextmanager
+def _ray(config: ClusterConfig, meeting: Rendezvous | None) -> Iterator[None]:
+    """Ray, connected: the cluster of RAY_ADDRESS, or one of the job's own."""
+    existing = os.environ.get("RAY_ADDRESS")
+    node = None
+    try:
+        if existing:
+            ray.init(address=existing, log_to_driver=False, logging_level=logging.ERROR)
+        else:
+            node = _start_head(config, meeting)
+        for number in ENDING_SIGNALS:  # ray.init puts its own handlers
+            signal.signal(number, _raise_exit)
+        yield
+    finally:
+        with _signals_wait():
+            if meeting:
+                meeting.publish("ending", "1")
+            ray.shutdown()
+            if node:
+                node.stop()
+
+
+def _start_head(config: ClusterConfig, meeting: Rendezvous | None) -> RayNode:
+    token = secrets.token_hex(32)
+    address = node_address(meeting, config.start_timeout_seconds) if meeting else "127.0.0.1"
+    node = RayNode(None, address=address, token=token, gpus=config.device != "cpu", object_store_gib=config.object_store_gib)
+    try:
+        head = node.wait_for_address(config.start_timeout_seconds)
+        if meeting:
+            meeting.publish("ray", f"{head} {token}")
+        os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=token)
+        ray.init(address=head, log_to_driver=False, logging_level=logging.ERROR)
+        if meeting:
+            _wait_for_nodes(meeting, node, config.start_timeout_seconds)
+    except BaseException:
+        with _signals_wait():
+            ray.shutdown()
+            node.stop()
+        raise
+    return node
+
+
+def _wait_for_nodes(meeting: Rendezvous, node: RayNode, timeout: float) -> None:
+    deadline = time.monotonic() + timeout
+    while (alive := sum(entry["Alive"] for entry in ray.nodes())) < meeting.seat.nodes:
+        node.check()
+        failed = [(number, text) for number in range(meeting.seat.nodes) if (text := meeting.read(f"failed/{number}"))]
+        if failed:
+            raise WorkerError(f"Ray did not start on node {failed[0][0]}: {failed[0][1]}", role="ray", verb="start")
+        if time.monotonic() > deadline:
+            raise WorkerError(f"{alive} of {meeting.seat.nodes} nodes joined within {timeout:.0f} s (cluster.start_timeout_seconds)",
+                              role="ray", verb="start")
+        time.sleep(POLL_SECONDS)
+
+
+def _follow(meeting: Rendezvous, config: ClusterConfig) -> int:
+    """Life of a process that is not the driver: maybe host Ray on this node, wait for the driver's end, return its code."""
+    node = None
+    try:
+        if meeting.seat.brings_up_ray and not os.environ.get("RAY_ADDRESS"):
+            node = _join(meeting, config)
+        while (code := meeting.read("exit")) is None and (node is None or meeting.read("ending") is None):
+            time.sleep(POLL_SECONDS)
+        if node:
+            with _signals_wait():
+                node.stop()
+        code = code or meeting.wait("exit", config.start_timeout_seconds)
+        meeting.goodbye()
+        return int(code)
+    except WorkerError as error:
+        meeting.publish(f"failed/{meeting.seat.node}", str(error))
+        logger.error("%s", error)
+        return 1
+    except RuntimeError as error:  # the store went away with the driver's node
+        logger.error("process %d lost the driver: %s", meeting.seat.rank, error)
+        return 1
+    finally:
+        if node:
+            with _signals_wait():
+                node.stop()
+
+
+def _join(meeting: Rendezvous, config: ClusterConfig) -> RayNode | None:
+    address = node_address(meeting, config.start_timeout_seconds)
+    while (head := meeting.read("ray")) is None:
+        if meeting.read("exit") is not None:
+            return None
+        time.sleep(POLL_SECONDS)
+    where, token = head.split()
+    return RayNode(where, address=address, token=token, gpus=config.device != "cpu", object_store_gib=config.object_store_gib)
+
+
+def _cluster(config: ClusterConfig, log_dir: Path | None, begun: float) -> Cluster:
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    gpus = [int(resources.get("GPU", 0)) for resources in nodes]
+    device = config.device if config.device != "auto" else ("cuda" if any(gpus) else "cpu")
+    if device == "cuda" and not all(gpus):
+        raise ConfigError(f"cluster.device={config.device}, but the nodes have {gpus} GPUs; use cluster.device=cpu or nodes with GPUs")
+    here = [count if device == "cuda" else 1 for count in gpus]
+    ranks = [config.ranks_per_node or count for count in here]
+    return Cluster(config, device, ranks, log_dir, time.monotonic() - begun)
+
+
+def _raise_exit(number: int, _: object) -> None:
+    sys.exit(128 + number)
+
+
+@contextlib.contextmanager
+def _signals_raise() -> Iterator[None]:
+    """SIGTERM and SIGHUP unwind the stack like Ctrl-C does."""
+    before = {number: signal.signal(number, _raise_exit) for number in ENDING_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _signals_wait() -> Iterator[None]:
+    """Cleaning up is bounded in time and not interrupted."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, *ENDING_SIGNALS)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

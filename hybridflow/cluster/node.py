@@ -1,0 +1,85 @@
+"""Ray on this node, under a guardian: started fresh for the job in a folder of its own, gone with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from hybridflow.cluster import guardian
+from hybridflow.errors import WorkerError
+
+SOCKET_FOLDER = "/tmp"  # Ray's unix sockets lie below it: paths longer than 107 bytes cannot be bound
+LONGEST_FOLDER = 24
+STOP_SECONDS = guardian.KILL_SECONDS + 10.0
+QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_prestart_worker_first_driver": "0",  # else one idle Python process per core of the node
+    "RAY_enable_metrics_collection": "0",
+    "RAY_BACKEND_LOG_LEVEL": "warning",
+}
+
+
+class RayNode:
+    """One node's Ray processes. head_address None: start the head; else join it.
+
+    Raises WorkerError, with the end of Ray's own log, when Ray ends while it should run.
+    """
+
+    def __init__(self, head_address: str | None, *, address: str, token: str, gpus: bool, object_store_gib: float) -> None:
+        base = tempfile.gettempdir() if len(tempfile.gettempdir()) <= LONGEST_FOLDER else SOCKET_FOLDER
+        self.folder = Path(tempfile.mkdtemp(prefix="hf-", dir=base))
+        where = ["--address", head_address] if head_address else ["--head", "--port=0"]
+        cores = len(os.sched_getaffinity(0))
+        command = [
+            sys.executable, "-m", "ray.scripts.scripts", "start", *where, f"--node-ip-address={address}", f"--temp-dir={self.folder}",
+            f"--num-cpus={cores}", *([] if gpus else ["--num-gpus=0"]), f"--object-store-memory={int(object_store_gib * 2**30)}",
+            "--include-dashboard=false", "--include-log-monitor=false", "--disable-usage-stats", "--block",
+        ]  # fmt: skip
+        environment = {**os.environ, **QUIET, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+        for name in ("RAY_ADDRESS", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            environment.pop(name, None)
+        self._guardian = subprocess.Popen(
+            [sys.executable, guardian.__file__, json.dumps([command, str(self.folder), os.getpid()])],
+            stdin=subprocess.PIPE, start_new_session=True, env=environment,
+        )  # fmt: skip
+
+    def wait_for_address(self, timeout: float) -> str:
+        """Address of the head that was started here."""
+        file = self.folder / "ray_current_cluster"
+        self._until(lambda: file.exists() and bool(file.read_text().strip()), timeout, "Ray's head did not come up")
+        return file.read_text().strip()
+
+    def check(self) -> None:
+        """Raise if Ray on this node has ended."""
+        if self._guardian.poll() is not None:
+            raise WorkerError(f"Ray on this node ended; the end of its log:\n{self._log_tail()}", role="ray", verb="start")
+
+    def stop(self) -> None:
+        """End every process of Ray on this node, its workers included, and remove its files."""
+        if self._guardian.poll() is None:
+            self._guardian.stdin.close()
+            try:
+                self._guardian.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._guardian.kill()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _until(self, done: Callable[[], bool], timeout: float, complaint: str) -> None:
+        deadline = time.monotonic() + timeout
+        while not done():
+            self.check()
+            if time.monotonic() > deadline:
+                raise WorkerError(f"{complaint} within {timeout:.0f} s (cluster.start_timeout_seconds)\n{self._log_tail()}",
+                                  role="ray", verb="start")
+            time.sleep(0.05)
+
+    def _log_tail(self) -> str:
+        file = self.folder / "ray_start.log"
+        return "\n".join(file.read_text(errors="replace").splitlines()[-20:]) if file.exists() else ""
