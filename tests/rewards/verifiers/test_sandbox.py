@@ -40,7 +40,7 @@ def _python_for(user: int) -> str:
         pytest.skip(f"{REPOSITORY} is closed to user {user}")
     for candidate in (ours, Path("/usr/bin/python3"), Path("/usr/local/bin/python3")):
         if candidate.exists() and _open_to_all(candidate.resolve().parent):
-            version = subprocess.run([candidate, "-c", "import sys; print(*sys.version_info[:2])"], capture_output=True, text=True, check=True)
+            version = subprocess.run([candidate, "-c", "import sys; print(*sys.version_info[:2])"], capture_output=True, check=True)
             if tuple(map(int, version.stdout.split())) >= (3, 11):
                 return str(candidate)
     pytest.skip(f"no Python >= 3.11 that user {user} may run")
@@ -51,7 +51,8 @@ def _outcomes(user: int, layers: str, folder: Path) -> dict:
     """All attacks in one process of that user, in threads."""
     arguments = [_python_for(user), "-B", "-m", "tests.rewards.verifiers.attacks", ",".join(sorted(LAYER_SETS[layers])), str(folder)]
     other = {} if user == os.getuid() else {"user": user, "group": user, "extra_groups": []}
-    ran = subprocess.run(arguments, cwd=REPOSITORY, env={"PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True, timeout=120, **other)
+    environment = {"PYTHONPATH": str(REPOSITORY)}
+    ran = subprocess.run(arguments, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=120, **other)
     assert ran.returncode == 0, ran.stderr
     return json.loads(ran.stdout)
 
@@ -101,8 +102,8 @@ def test_killed_caller_leaves_nothing(layers: str, tmp_path: Path) -> None:
     token = f"token-{os.getpid()}-{layers}"
     program = f"import os\n# {token}\nos.fork()\nwhile True: pass"
     caller = (
-        "import sys, tempfile\nfrom hybridflow.rewards.sandbox import run_python, Limits\n"
-        f"tempfile.tempdir = {str(tmp_path)!r}\nrun_python({program!r}, limits=Limits(wall_seconds=60), layers={sorted(LAYER_SETS[layers])!r})"
+        f"import sys, tempfile\nfrom hybridflow.rewards.sandbox import run_python, Limits\ntempfile.tempdir = {str(tmp_path)!r}\n"
+        f"run_python({program!r}, limits=Limits(wall_seconds=60), layers={sorted(LAYER_SETS[layers])!r})"
     )
     process = subprocess.Popen([sys.executable, "-c", caller], cwd=REPOSITORY)
     jails: list[int] = []
