@@ -14,7 +14,7 @@ import os
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -61,9 +61,12 @@ def _serve(rank: int, world: int, port: int, pipe: Connection) -> None:
 class RankPool:
     """`world` processes that stay alive between calls, so that imports and process groups are paid once."""
 
-    def __init__(self, world: int, timeout: float = 240.0) -> None:
+    def __init__(self, world: int, timeout: float = 240.0, preload: Sequence[str] = ()) -> None:
+        """`preload`: slow modules imported once in a server that ranks are forked from, instead of once per rank."""
         self.world, self.timeout = world, timeout
-        context, port = multiprocessing.get_context("spawn"), free_port()
+        context, port = multiprocessing.get_context("forkserver" if preload else "spawn"), free_port()
+        if preload:
+            context.set_forkserver_preload(list(preload))
         self.pipes, self.processes = [], []
         for rank in range(world):
             ours, theirs = context.Pipe()

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from hybridflow.engine import compat  # noqa: F401  (before megatron)
+
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig

@@ -149,7 +149,9 @@ def _uneven_collectives(module: types.ModuleType) -> None:
     """gloo has no uneven all-gather or reduce-scatter (expert tensor parallel; mappings.py:150, :184)."""
     gather, reduce_scatter = module._gather_along_first_dim, module._reduce_scatter_along_first_dim
 
-    def gather_uneven(x: torch.Tensor, group: dist.ProcessGroup, output_split_sizes: list[int] | None = None, *rest: Any, **kw: Any) -> torch.Tensor:
+    def gather_uneven(
+        x: torch.Tensor, group: dist.ProcessGroup, output_split_sizes: list[int] | None = None, *rest: Any, **kw: Any
+    ) -> torch.Tensor:
         if output_split_sizes is None or group.size() == 1:
             return gather(x, group, output_split_sizes, *rest, **kw)
         parts = [x.contiguous() if i == group.rank() else x.new_empty((n, *x.shape[1:])) for i, n in enumerate(output_split_sizes)]
@@ -157,7 +159,9 @@ def _uneven_collectives(module: types.ModuleType) -> None:
             dist.broadcast(part, dist.get_global_rank(group, i), group=group)
         return torch.cat(parts)
 
-    def reduce_scatter_uneven(x: torch.Tensor, group: dist.ProcessGroup, input_split_sizes: list[int] | None = None, *rest: Any, **kw: Any) -> torch.Tensor:
+    def reduce_scatter_uneven(
+        x: torch.Tensor, group: dist.ProcessGroup, input_split_sizes: list[int] | None = None, *rest: Any, **kw: Any
+    ) -> torch.Tensor:
         if input_split_sizes is None or group.size() == 1:
             return reduce_scatter(x, group, input_split_sizes, *rest, **kw)
         x = x.clone()

@@ -30,7 +30,7 @@ class Device:
             raise ConfigError(f"cluster.device={name!r} is none of {', '.join(KINDS)}")
         count = torch.cuda.device_count() if name != "cpu" and torch.cuda.is_available() else 0
         if name == "cuda" and not count:
-            raise ConfigError("cluster.device=cuda, but torch sees no GPU; use cluster.device=cpu, or check the driver and CUDA_VISIBLE_DEVICES")
+            raise ConfigError("cluster.device=cuda, but torch sees no GPU; use cpu, or check the driver and CUDA_VISIBLE_DEVICES")
         if not count:
             return Device("cpu")
         # A launcher that gives each process one visible GPU leaves it as number 0.

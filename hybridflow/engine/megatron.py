@@ -25,6 +25,7 @@ from hybridflow.errors import NumericsError, PhaseError
 from hybridflow.models.checkpoint import load_shards
 from hybridflow.models.shards import ShardParameter
 from hybridflow.models.weight_map import padded_vocab, weight_map
+
 from megatron.core.distributed import finalize_model_grads
 
 

@@ -17,6 +17,7 @@ from hybridflow.engine.parallel import Parallel
 from hybridflow.errors import ConfigError
 from hybridflow.models.settings import MegatronSettings
 from hybridflow.models.weight_map import padded_vocab
+
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import RowParallelLinear
@@ -85,7 +86,9 @@ def transformer_config(
         raise ConfigError(f"model.dtype {dtype} is not supported by the Megatron engine; use bfloat16 or float32")
     if layout.cp > 1:
         raise ConfigError(f"parallel.cp={layout.cp}: the Megatron engine has no context parallelism yet; set it to 1")
-    virtual = {"virtual_pipeline_model_parallel_size": layout.vpp, "overlap_p2p_comm": True, "batch_p2p_comm": False} if layout.vpp > 1 else {}
+    virtual: dict[str, Any] = {}
+    if layout.vpp > 1:
+        virtual = {"virtual_pipeline_model_parallel_size": layout.vpp, "overlap_p2p_comm": True, "batch_p2p_comm": False}
     return TransformerConfig(
         **settings.transformer,
         **RECOMPUTE[recompute],

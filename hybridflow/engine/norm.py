@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from hybridflow.engine import compat  # noqa: F401  (before megatron)
+
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 

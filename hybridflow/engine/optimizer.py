@@ -13,6 +13,7 @@ from hybridflow.engine import compat  # noqa: F401  (before megatron)
 from hybridflow.engine.device import Device
 from hybridflow.engine.parallel import Parallel
 from hybridflow.errors import ConfigError
+
 from megatron.core import optimizer as megatron_optimizer
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler

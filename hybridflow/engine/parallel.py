@@ -10,6 +10,7 @@ import torch.distributed as dist
 from hybridflow.config.layout import Coordinates, Layout
 from hybridflow.engine import compat  # noqa: F401  (before megatron)
 from hybridflow.engine.device import Device
+
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -75,3 +76,11 @@ def current_parallel() -> Parallel:
     if _current is None:
         raise RuntimeError("call hybridflow.engine.parallel.init_parallel before building an engine")
     return _current
+
+
+def shutdown_parallel() -> None:
+    """Forget the layout and Megatron's groups (their process groups end with the world). Engines built on them are dead."""
+    global _current
+    if _current is not None:
+        parallel_state.destroy_model_parallel()
+        _current = None

@@ -19,6 +19,7 @@ from hybridflow.engine.model import unwrap
 from hybridflow.engine.packing import pack, token_columns
 from hybridflow.engine.parallel import Parallel
 from hybridflow.engine.vocab_parallel import VocabShard, log_prob_and_entropy
+
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region

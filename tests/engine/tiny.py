@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +25,21 @@ def make_checkpoint(folder: Path, family: str, layers: int = 4, seed: int = 0) -
 
     torch.manual_seed(seed)
     config = AutoConfig.for_model(
-        family, vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=8, num_key_value_heads=4,
-        max_position_embeddings=256, rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        bos_token_id=None, eos_token_id=0, pad_token_id=0, **FAMILIES[family],
-    )  # fmt: skip
+        family,
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=256,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        bos_token_id=None,
+        eos_token_id=0,
+        pad_token_id=None,  # with one, Hugging Face gives that row of the embedding no gradient
+        **FAMILIES[family],
+    )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         for parameter in model.parameters():
@@ -72,7 +82,8 @@ def clipped_ratio(tokens: TokenBatch) -> LossOutput:
     if tokens.entropy_T is not None:
         token_loss = token_loss - 0.1 * tokens.entropy_T
     clipped = ((ratio < 0.8) | (ratio > 1.2)).double()
-    return LossOutput((weight * token_loss).sum(), {"clipped": (weight * clipped).sum(), "tokens": torch.ones_like(ratio).sum()}, {"ratio": ratio.max()})
+    sums = {"clipped": (weight * clipped).sum(), "tokens": torch.ones_like(ratio).sum()}
+    return LossOutput((weight * token_loss).sum(), sums, {"ratio": ratio.max()})
 
 
 def response_logits(model: Any, prompt: torch.Tensor, response: torch.Tensor) -> torch.Tensor:
@@ -92,7 +103,9 @@ def reference_log_probs(model: Any, batch: Batch, temperature: float) -> tuple[t
     return torch.cat(log_probs), torch.cat(entropies)
 
 
-def reference_update(model: Any, batch: Batch, temperature: float, entropy: bool, config: OptimizerConfig, steps: int = 1) -> list[dict[str, float]]:
+def reference_update(
+    model: Any, batch: Batch, temperature: float, entropy: bool, config: OptimizerConfig, steps: int = 1
+) -> list[dict[str, float]]:
     """Update `model` in place with torch AdamW; loss, gradient norm and metrics of each step."""
     decayed = [p for p in model.parameters() if p.dim() > 1]
     plain = [p for p in model.parameters() if p.dim() <= 1]
@@ -100,7 +113,7 @@ def reference_update(model: Any, batch: Batch, temperature: float, entropy: bool
     optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
     response = batch["response_ids"]
     rows = response.row_ids()
-    columns = {"old_log_prob": batch["old_log_prob"].values, "advantage": batch["advantage"][rows], "loss_weight": batch["loss_weight"][rows]}
+    columns = {name: batch[name][rows] for name in ("advantage", "loss_weight")} | {"old_log_prob": batch["old_log_prob"].values}
     results = []
     for _ in range(steps):
         optimizer.zero_grad()
@@ -109,10 +122,8 @@ def reference_update(model: Any, batch: Batch, temperature: float, entropy: bool
         output.loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip_grad)
         optimizer.step()
-        numbers = {name: float(value) for name, value in {**output.sums, **output.maxima}.items()}
-        results.append({"loss": float(output.loss), "grad_norm": float(norm), **numbers})
+        numbers = {"loss": output.loss, "grad_norm": norm, **output.sums, **output.maxima}
+        results.append({name: value.item() for name, value in numbers.items()})
     return results
 
 
-def logical_tensors(model: Any) -> dict[str, torch.Tensor]:
-    return copy.deepcopy(model.state_dict())

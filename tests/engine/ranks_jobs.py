@@ -1,0 +1,173 @@
+"""Functions that run on every rank of a pool. Each returns plain numbers and tensors, checked in the tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig
+
+from hybridflow.config.layout import Layout
+from hybridflow.config.schema import OptimizerConfig
+from hybridflow.data.batch import Batch, Ragged
+from hybridflow.engine.device import Device
+from hybridflow.engine.loss_types import LossOutput, TokenBatch
+from hybridflow.engine.megatron import MegatronEngine
+from hybridflow.errors import NumericsError
+from tests.engine.test_vocab_parallel import sharded
+from tests.engine.tiny import OPTIMIZER, clipped_ratio, make_batch
+
+Options = dict[str, Any]
+
+
+def engine_of(path: str, layout: Layout, options: Options, optimizer: OptimizerConfig | None = OPTIMIZER) -> MegatronEngine:
+    engine = MegatronEngine(
+        AutoConfig.from_pretrained(path),
+        layout,
+        dtype=options.get("dtype", torch.float32),
+        device=Device.detect("cpu"),
+        optimizer=optimizer,
+        sequence_parallel=options.get("sequence_parallel", False),
+        recompute=options.get("recompute", "none"),
+        total_steps=options.get("total_steps"),
+    )
+    engine.load(path)
+    return engine
+
+
+def rows_of(rank_dp: int, dp: int, rows: int, options: Options) -> list[int]:
+    """The rows of one data-parallel rank; `split` names how they are dealt."""
+    order = list(range(rows))
+    if options.get("order_seed") is not None:
+        order = torch.randperm(rows, generator=torch.Generator().manual_seed(options["order_seed"])).tolist()
+    if options.get("split") == "all_on_last":
+        return order if rank_dp == dp - 1 else []
+    return order[rank_dp::dp]
+
+
+def local_batch(engine: MegatronEngine, options: Options) -> tuple[Batch, list[int]]:
+    whole = make_batch(options.get("rows", 9), options.get("seed", 1), options.get("longest", 24), options.get("empty", 0.2))
+    mine = rows_of(engine.parallel.at.dp, engine.layout.dp, len(whole), options)
+    return whole.select(mine), mine
+
+
+def shards(engine: MegatronEngine) -> tuple[dict[str, torch.Tensor], Any]:
+    return {name: tensor.clone() for name, tensor in engine.parameters().items()}, engine.shard_parameters()
+
+
+def train(path: str, layout: Layout, options: Options, steps: int = 2) -> Options:
+    """Log-probs, then `steps` updates on one mini-batch; metrics, log-probs by row, and the weights afterwards."""
+    engine = engine_of(path, layout, options)
+    batch, rows = local_batch(engine, options)
+    call = {"temperature": 0.8, "token_budget": options.get("budget", 32), "entropy": options.get("entropy", True)}
+    scored = engine.log_probs(batch, **call)
+    metrics = [engine.update(batch, clipped_ratio, **call) for _ in range(steps)]
+    columns = {name: dict(zip(rows, scored[name].rows())) for name in scored}
+    return {"metrics": metrics, "shards": shards(engine), **columns}
+
+
+def on_policy_ratio(path: str, layout: Layout, options: Options, budgets: tuple[int, int]) -> tuple[float, float]:
+    """Largest |ratio - 1| and clip fraction of the first update when log-probs come from the same weights."""
+    engine = engine_of(path, layout, options)
+    batch, _ = local_batch(engine, options)
+    call = {"temperature": 0.8, "entropy": False}
+    old = engine.log_probs(batch, token_budget=budgets[0], **call)["log_prob"]
+    metrics = engine.update(batch.with_columns(old_log_prob=old), ratio_gap, token_budget=budgets[1], **call)
+    return metrics["gap"], metrics["clipped"]
+
+
+def ratio_gap(tokens: TokenBatch) -> LossOutput:
+    output = clipped_ratio(tokens)
+    ratio = (tokens.log_prob_T - tokens.columns["old_log_prob"]).exp()
+    return LossOutput(output.loss, output.sums, {"gap": (ratio - 1).abs().max()})
+
+
+def broken_then_good(path: str, layout: Layout, options: Options, broken_dp: int) -> Options:
+    """Updates whose loss or gradient is not finite on one data-parallel rank only, then a good one."""
+    engine = engine_of(path, layout, options)
+    batch, _ = local_batch(engine, options)
+    call = {"temperature": 0.8, "token_budget": 32, "entropy": True}
+
+    def nan_loss(tokens: TokenBatch) -> LossOutput:
+        output = clipped_ratio(tokens)
+        return LossOutput(output.loss * float("nan") if engine.parallel.at.dp == broken_dp else output.loss)
+
+    def infinite_gradient(tokens: TokenBatch) -> LossOutput:
+        output = clipped_ratio(tokens)
+        if engine.parallel.at.dp != broken_dp:
+            return output
+        zero = tokens.log_prob_T - tokens.log_prob_T.detach()
+        return LossOutput(output.loss + zero.abs().sqrt().sum())  # value 0, slope infinite
+
+    before, _ = shards(engine)
+    errors = []
+    for loss in (nan_loss, infinite_gradient):
+        try:
+            engine.update(batch, loss, **call)
+        except NumericsError as error:
+            errors.append(str(error))
+    unchanged = all(torch.equal(before[name], tensor) for name, tensor in engine.parameters().items())
+    return {"errors": errors, "unchanged": unchanged, "metrics": [engine.update(batch, clipped_ratio, **call)], "shards": shards(engine)}
+
+
+def actor_and_reference(path: str, layout: Layout, options: Options) -> tuple[float, float, bool]:
+    """(largest change of the reference's log-probs, of the actor's, whether the reference has gradients) over an actor update."""
+    actor, reference = engine_of(path, layout, options), engine_of(path, layout, options, optimizer=None)
+    batch, _ = local_batch(actor, options)
+    call = {"temperature": 1.0, "token_budget": 40, "entropy": False}
+    first = [engine.log_probs(batch, **call)["log_prob"].values for engine in (reference, actor)]
+    actor.update(batch, clipped_ratio, **call)
+    second = [engine.log_probs(batch, **call)["log_prob"].values for engine in (reference, actor)]
+    moved = [float((a - b).abs().max()) if len(a) else 0.0 for a, b in zip(first, second)]
+    has_gradients = any(p.requires_grad or hasattr(p, "main_grad") for chunk in reference.chunks for p in chunk.parameters())
+    return moved[0], moved[1], has_gradients
+
+
+def offloaded_between(path: str, layout: Layout, options: Options) -> Options:
+    """Two updates with the optimizer offloaded and brought back between them."""
+    engine = engine_of(path, layout, options)
+    batch, _ = local_batch(engine, options)
+    call = {"temperature": 0.8, "token_budget": 32, "entropy": True}
+    metrics = [engine.update(batch, clipped_ratio, **call)]
+    buffers = [buffer for chunk in engine.chunks for buffer in chunk.buffers]
+    engine.offload_optimizer()
+    sizes = [buffer.grad_data.untyped_storage().size() for buffer in buffers]
+    engine.log_probs(batch, **call)
+    engine.onload_optimizer()
+    metrics.append(engine.update(batch, clipped_ratio, **call))
+    return {"metrics": metrics, "freed": not any(sizes), "shards": shards(engine)}
+
+
+def vocabulary(seed: int, temperature: float, tp: int, chunk: int) -> tuple[torch.Tensor, ...] | None:
+    """test_vocab_parallel.sharded over a group of the first `tp` ranks."""
+    group = dist.new_group(list(range(tp)))
+    return sharded(seed, temperature, group, chunk) if dist.get_rank() < tp else None
+
+
+def uneven_collectives() -> bool:
+    """Gather and reduce-scatter with unequal parts over two ranks, as Megatron's expert tensor parallelism asks for."""
+    from megatron.core.tensor_parallel import mappings
+
+    group, rank = dist.new_group([0, 1]), dist.get_rank()
+    if rank > 1:
+        return True
+    sizes = [1, 3]
+    gathered = mappings._gather_along_first_dim(torch.full((sizes[rank], 2), float(rank)), group, sizes)
+    reduced = mappings._reduce_scatter_along_first_dim(torch.arange(4.0)[:, None] + rank, group, sizes)
+    expected = (2 * torch.arange(4.0)[:, None] + 1).split(sizes)[rank]
+    return gathered[:, 0].tolist() == [0.0, 1.0, 1.0, 1.0] and torch.equal(reduced, expected)
+
+
+def no_tokens_anywhere(path: str, layout: Layout) -> tuple[str, int]:
+    """Message of an update on rows whose responses are all empty, and the number of log-probs they give."""
+    engine = engine_of(path, layout, {})
+    empty = Ragged(torch.empty(0, dtype=torch.int64), torch.zeros(3, dtype=torch.int64))
+    batch = make_batch(3, 0).only("prompt_ids").with_columns(response_ids=empty)
+    call = {"temperature": 1.0, "token_budget": 8, "entropy": False}
+    scored = engine.log_probs(batch, **call)["log_prob"]
+    try:
+        engine.update(batch, clipped_ratio, **call)
+    except ValueError as error:
+        return str(error), len(scored.values)
+    return "", len(scored.values)

@@ -1,0 +1,145 @@
+"""The engine on one rank in the test process: temperatures, odd rows, recomputation, schedules, and calls that must be refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from hybridflow.config.layout import Layout
+from hybridflow.config.schema import OptimizerConfig
+from hybridflow.data.batch import Batch, Ragged
+from hybridflow.engine.device import Device
+from hybridflow.engine.megatron import MegatronEngine
+from hybridflow.errors import ConfigError, ModelError, PhaseError
+from tests.engine.tiny import OPTIMIZER, VOCAB, clipped_ratio, load_model, make_batch, reference_log_probs, reference_update
+
+ONE = Layout(world=1)
+CALL = {"temperature": 0.8, "token_budget": 50, "entropy": True}
+
+
+def build(path: str, device: Device, optimizer: OptimizerConfig | None = OPTIMIZER, load: bool = True, **options: object) -> MegatronEngine:
+    settings = {"layout": ONE, "dtype": torch.float32, "device": device, "optimizer": optimizer, **options}
+    engine = MegatronEngine(AutoConfig.from_pretrained(path), **settings)
+    if load:
+        engine.load(path)
+    return engine
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("temperature", [0.25, 1.0, 1.9])
+def test_log_probs_and_entropy(cpu_rank: Device, checkpoints: dict[str, str], family: str, temperature: float) -> None:
+    batch = make_batch(11, 20, longest=60, empty=0.2)
+    engine = build(checkpoints[family], cpu_rank, optimizer=None)
+    with torch.no_grad():
+        log_prob, entropy = reference_log_probs(load_model(checkpoints[family]), batch, temperature)
+    scored = engine.log_probs(batch, temperature=temperature, token_budget=100, entropy=True)
+    # Logits carry a float32 error of about 1e-6, which the temperature divides too.
+    torch.testing.assert_close(scored["log_prob"].values.double(), log_prob, rtol=2e-6, atol=4e-6 / min(temperature, 1))
+    torch.testing.assert_close(scored["entropy"].values.double(), entropy, rtol=2e-6, atol=4e-6 / min(temperature, 1))
+    assert torch.equal(scored["log_prob"].lengths, batch["response_ids"].lengths)
+    only = engine.log_probs(batch, temperature=temperature, token_budget=100, entropy=False)
+    assert list(only) == ["log_prob"] and torch.equal(only["log_prob"].values, scored["log_prob"].values)
+
+
+def test_update_equals_the_reference(cpu_rank: Device, checkpoints: dict[str, str]) -> None:
+    batch = make_batch(12, 21, empty=0.2)
+    model = load_model(checkpoints["qwen2"])
+    expected = reference_update(model, batch, 0.8, True, OPTIMIZER, steps=3)
+    engine = build(checkpoints["qwen2"], cpu_rank)
+    for reference in expected:
+        metrics = engine.update(batch, clipped_ratio, **CALL)
+        for name, value in reference.items():
+            assert metrics[name] == pytest.approx(value, rel=1e-5)
+    assert (engine.parameters()["output_layer.weight"][:VOCAB].double() - model.lm_head.weight).abs().max() < 1e-5
+
+
+def test_one_token_rows(cpu_rank: Device, checkpoints: dict[str, str]) -> None:
+    ids = Ragged.from_rows([[5], [6], [7]], torch.int64)
+    batch = Batch({"prompt_ids": ids, "response_ids": Ragged.from_rows([[1], [], [2]], torch.int64)})
+    engine = build(checkpoints["llama"], cpu_rank, optimizer=None)
+    with torch.no_grad():
+        expected, _ = reference_log_probs(load_model(checkpoints["llama"]), batch, 1.0)
+    scored = engine.log_probs(batch, temperature=1.0, token_budget=1, entropy=False)["log_prob"]
+    torch.testing.assert_close(scored.values.double(), expected, rtol=2e-6, atol=4e-6)
+
+
+def test_recomputation_changes_nothing(cpu_rank: Device, checkpoints: dict[str, str]) -> None:
+    batch = make_batch(6, 22)
+    plain = build(checkpoints["llama"], cpu_rank).update(batch, clipped_ratio, **CALL)
+    for recompute in ("selective", "full"):
+        again = build(checkpoints["llama"], cpu_rank, recompute=recompute).update(batch, clipped_ratio, **CALL)
+        assert again == pytest.approx(plain, rel=1e-6)
+
+
+def test_bfloat16_keeps_float32_main_weights(cpu_rank: Device, checkpoints: dict[str, str]) -> None:
+    """Steps too small for bfloat16 add up: the weights move after many of them, though none of them alone is visible."""
+    config = OptimizerConfig(lr=2e-4, weight_decay=0.0, clip_grad=0.0)
+    engine = build(checkpoints["llama"], cpu_rank, optimizer=config, dtype=torch.bfloat16)
+    batch = make_batch(4, 23)
+    weight = engine.parameters()["decoder.layers.0.input_layernorm.weight"]
+    first = weight.clone()
+    engine.update(batch, clipped_ratio, **CALL)
+    assert weight.dtype == torch.bfloat16 and (weight != first).double().mean() < 0.1
+    for _ in range(60):
+        engine.update(batch, clipped_ratio, **CALL)
+    assert (weight != first).double().mean() > 0.3
+
+
+def test_bfloat16_log_probs(cpu_rank: Device, checkpoints: dict[str, str]) -> None:
+    batch = make_batch(10, 24)
+    half, single = (build(checkpoints["qwen2"], cpu_rank, optimizer=None, dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
+    a, b = (engine.log_probs(batch, **CALL)["log_prob"].values for engine in (half, single))
+    assert 0 < (a - b).abs().mean() < 0.05
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [("constant", [0.5, 1, 1, 1, 1, 1]), ("linear", [0.5, 1, 0.775, 0.55, 0.325, 0.1]), ("cosine", [0.5, 1, 0.868, 0.55, 0.232, 0.1])],
+)
+def test_learning_rate_schedule(cpu_rank: Device, checkpoints: dict[str, str], schedule: str, expected: list[float]) -> None:
+    config = OptimizerConfig(lr=1e-3, min_lr=1e-4, schedule=schedule, warmup_steps=2)
+    engine = build(checkpoints["llama"], cpu_rank, optimizer=config, total_steps=6)
+    rates = [engine.update(make_batch(2, 25), clipped_ratio, **CALL)["lr"] / 1e-3 for _ in range(6)]
+    assert rates == pytest.approx(expected, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"schedule": "step"}, "schedule='step' is none of constant, linear, cosine"),
+        ({"schedule": "linear"}, "total_steps"),
+        ({"min_lr": 1.0}, "min_lr=1.0"),
+        ({"warmup_steps": -1}, "warmup_steps=-1"),
+        ({"clip_grad": -1.0}, "clip_grad=-1.0"),
+    ],
+)
+def test_optimizer_settings_are_checked(cpu_rank: Device, checkpoints: dict[str, str], changes: dict, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        build(checkpoints["llama"], cpu_rank, optimizer=OptimizerConfig(**{"lr": 1e-3, **changes}))
+
+
+def test_engine_settings_are_checked(cpu_rank: Device, checkpoints: dict[str, str]) -> None:
+    for options, words in (({"dtype": torch.float16}, "float16"), ({"recompute": "some"}, "recompute='some'")):
+        with pytest.raises(ConfigError, match=words):
+            build(checkpoints["llama"], cpu_rank, **options)
+    with pytest.raises(ModelError, match="layers do not divide"):
+        build(checkpoints["llama"], cpu_rank, layout=Layout(world=3, pp=3))
+    build(checkpoints["llama"], cpu_rank)
+    with pytest.raises(RuntimeError, match="already has the layout"):
+        build(checkpoints["llama"], cpu_rank, layout=Layout(world=2))
+
+
+def test_calls_in_the_wrong_state(cpu_rank: Device, checkpoints: dict[str, str]) -> None:
+    batch = make_batch(2, 26)
+    unloaded = build(checkpoints["llama"], cpu_rank, load=False)
+    with pytest.raises(PhaseError, match="log_probs before load"):
+        unloaded.log_probs(batch, **CALL)
+    with pytest.raises(PhaseError, match="inference only"):
+        build(checkpoints["llama"], cpu_rank, optimizer=None).update(batch, clipped_ratio, **CALL)
+    engine = build(checkpoints["llama"], cpu_rank)
+    engine.offload_optimizer()
+    with pytest.raises(PhaseError, match="offloaded"):
+        engine.update(batch, clipped_ratio, **CALL)
+    with pytest.raises(ValueError, match="token budget must be positive"):
+        engine.log_probs(batch, temperature=1.0, token_budget=0, entropy=False)
