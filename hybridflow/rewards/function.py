@@ -116,7 +116,7 @@ def load_function(path: str) -> Callable:
     module = _load_file(Path(source), path) if source.endswith(".py") else _load_module(source, path)
     function = getattr(module, name, None)
     if not callable(function):
-        found = sorted(n for n, value in vars(module).items() if callable(value) and not n.startswith("_"))
+        found = sorted(n for n, value in vars(module).items() if callable(value) and getattr(value, "__module__", "") == module.__name__)
         raise ConfigError(f"reward.function={path}: {source} has no function {name!r}; it has {found}")
     return function
 

@@ -11,9 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-
-import numpy as np
-import torch
+from typing import Any
 
 
 def length(prompt: str, response: str) -> float:
@@ -37,8 +35,8 @@ def batched(prompts: list[str], responses: list[str], answer: list[int]) -> list
     return [len(response) + a for response, a in zip(responses, answer, strict=True)]
 
 
-async def batched_async(prompts: list[str], responses: list[str]) -> torch.Tensor:
-    return torch.tensor([float(len(r)) for r in responses])
+async def batched_async(prompts: list[str], responses: list[str]) -> list[int]:
+    return [len(r) for r in responses]
 
 
 def tokens(prompt: str, response: str, response_length: int) -> list[float]:
@@ -110,14 +108,20 @@ def prints(prompt: str, response: str) -> float:
     return 1.0
 
 
-def process_id(prompt: str, response: str) -> float:
-    return float(os.getpid())
+class ArrayLike:
+    """What numpy arrays, numpy scalars and torch tensors have in common; importing those here would slow every process."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def tolist(self) -> Any:
+        return self.value
 
 
 SPECIAL = {
-    "none": None, "nan": float("nan"), "inf": float("inf"), "str": "0.5", "list": [1.0], "empty": [], "array": np.ones((1, 1)),
-    "no score": {"value": 1.0}, "text metric": {"score": 1.0, "metric": "good"}, "numpy": np.float32(0.5), "tensor": torch.tensor(0.5),
-    "bool": True, "int": 2, "object": object(),
+    "none": None, "nan": float("nan"), "inf": float("inf"), "str": "0.5", "list": [1.0], "empty": [], "array": ArrayLike([[1.0]]),
+    "no score": {"value": 1.0}, "text metric": {"score": 1.0, "metric": "good"}, "scalar": ArrayLike(0.5), "bool": True, "int": 2,
+    "object": object(),
 }
 
 
@@ -125,13 +129,20 @@ def returns(prompt: str, response: str) -> object:
     return SPECIAL[response]
 
 
-def batched_returns(prompts: list[str], responses: list[str], kind: str = "") -> object:
+def batched_returns(prompts: list[str], responses: list[str], kind: list[str]) -> object:
     n = len(responses)
     return {
-        "column": [[1.0]] * n, "tensor column": torch.ones(n, 1), "padded": np.ones((n, 7)), "short": [1.0] * (n - 1), "number": 1.0,
-        "none": None, "dict": {"score": [1.0] * n}, "nan row": [1.0] * (n - 1) + [float("nan")], "deep": [[[1.0]]] * n,
+        "column": [[1.0]] * n, "array column": ArrayLike([[1.0]] * n), "padded": ArrayLike([[1.0] * 7] * n), "short": [1.0] * (n - 1),
+        "number": 1.0, "none": None, "dict": {"score": [1.0] * n}, "nan row": [1.0] * (n - 1) + [float("nan")], "deep": [[[1.0]]] * n,
         "dicts": [{"score": 1.0, "good": float(i)} for i in range(n)],
-    }[kind]
+    }[kind[0]]
+
+
+def library_values(prompt: str, response: str) -> object:
+    import numpy as np
+    import torch
+
+    return {"numpy": np.float32(0.5), "bool": np.bool_(True), "torch": torch.tensor(0.5), "array": np.ones((1, 1))}[response]
 
 
 def no_response(prompt: str, answer: int) -> float:

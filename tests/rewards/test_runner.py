@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import pytest
@@ -39,6 +39,25 @@ def run(name: str, responses: list[str], columns: list[dict] | None = None, fini
 
 def descendants() -> set[int]:
     return {child.pid for child in psutil.Process().children(recursive=True)}
+
+
+class Strict(NamedTuple):
+    """One function under both settings of reward.on_error."""
+
+    raising: RewardRunner
+    scoring: RewardRunner
+
+
+@pytest.fixture(scope="module")
+def opened_returns() -> Iterator[Strict]:
+    with runner("returns") as raising, runner("returns", on_error="score", error_reward=-1.0) as scoring:
+        yield Strict(raising, scoring)
+
+
+@pytest.fixture(scope="module")
+def opened_batched() -> Iterator[RewardRunner]:
+    with runner("batched_returns", on_error="score", error_reward=5.0) as opened:
+        yield opened
 
 
 def test_scores_keep_the_order_over_several_processes() -> None:
@@ -151,44 +170,48 @@ def test_a_crash_is_an_error_not_a_hang(response: str, message: str) -> None:
     ("none", r"returned None \(NoneType\)"), ("nan", "returned nan, expected a finite number"), ("inf", "returned inf"),
     ("str", r"returned '0.5' \(str\)"), ("text metric", "returned the metric metric='good'"), ("object", "returned <object"),
 ])
-def test_c07_a_value_that_is_no_reward_is_an_error(response: str, message: str) -> None:
-    with runner("returns") as opened, pytest.raises(RewardError, match=f"for row 1 of 2 .*response '{response}'.*{message}"):
-        score(opened, ["int", response])
-    result = run("returns", ["int", response], on_error="score", error_reward=-1.0)
+def test_c07_a_value_that_is_no_reward_is_an_error(opened_returns: Strict, response: str, message: str) -> None:
+    with pytest.raises(RewardError, match=f"for row 1 of 2 .*response '{response}'.*{message}"):
+        score(opened_returns.raising, ["int", response])
+    result = score(opened_returns.scoring, ["int", response])
     assert result.scores.tolist() == [2.0, -1.0] and result.metrics["reward/errors"] == 1.0
 
 
-def test_numbers_of_other_libraries_are_numbers() -> None:
-    assert run("returns", ["numpy", "tensor", "bool", "int"]).scores.tolist() == [0.5, 0.5, 1.0, 2.0]
+def test_numbers_of_other_libraries_are_numbers(opened_returns: Strict) -> None:
+    assert score(opened_returns.raising, ["scalar", "bool", "int"]).scores.tolist() == [0.5, 1.0, 2.0]
+    with runner("library_values", timeout=60.0) as opened:
+        assert score(opened, ["numpy", "bool", "torch"]).scores.tolist() == [0.5, 1.0, 0.5]
+        with pytest.raises(RewardError, match=r"returned shape \[1, 1\]"):
+            score(opened, ["array"], response_lengths=[1])
 
 
 @pytest.mark.parametrize(("response", "message"), [
     ("list", r"returned shape \[1\] .*expected one number, or token-level rewards \[4\]"), ("empty", r"returned shape \[0\]"),
     ("array", r"returned shape \[1, 1\]"), ("no score", r"keys \['value'\], expected the key 'score'"),
 ])
-@pytest.mark.parametrize("on_error", ["raise", "score"])
-def test_a_wrong_shape_is_always_an_error(response: str, message: str, on_error: str) -> None:
-    with pytest.raises(RewardError, match=message):
-        run("returns", ["int", response], lengths=[4, 4], on_error=on_error)
+def test_a_wrong_shape_is_always_an_error(opened_returns: Strict, response: str, message: str) -> None:
+    for opened in (opened_returns.raising, opened_returns.scoring):
+        with pytest.raises(RewardError, match=message):
+            score(opened, ["int", response], response_lengths=[4, 4])
 
 
 @pytest.mark.parametrize(("kind", "message"), [
-    ("column", r"returned shape \[3, 1\].*expected \[3\]: one number per response"), ("tensor column", r"returned shape \[3, 1\]"),
+    ("column", r"returned shape \[3, 1\].*expected \[3\]: one number per response"), ("array column", r"returned shape \[3, 1\]"),
     ("short", r"returned shape \[2\].*expected one entry per response: \[3\]"), ("number", r"returned 1.0 \(float\), expected .*\[3\]"),
     ("none", r"returned None"), ("dict", "dict.*expected one entry per response"), ("deep", r"returned shape \[3, 1\]"),
     ("padded", r"returned shape \[7\].*token-level rewards \[4\]"),
 ])
-def test_a_wrong_batched_shape_shows_both_shapes(kind: str, message: str) -> None:
+def test_a_wrong_batched_shape_shows_both_shapes(opened_batched: RewardRunner, kind: str, message: str) -> None:
     with pytest.raises(RewardError, match=message):
-        run("batched_returns", ["a"] * 3, kwargs={"kind": kind}, lengths=[4] * 3, on_error="score")
+        score(opened_batched, ["a"] * 3, [{"kind": kind}] * 3, response_lengths=[4] * 3)
 
 
-def test_batched_rows() -> None:
-    assert run("batched_returns", ["a"] * 3, kwargs={"kind": "dicts"}).metrics["reward/good"] == 1.0
-    result = run("batched_returns", ["a"] * 3, kwargs={"kind": "nan row"}, on_error="score", error_reward=5.0)
+def test_batched_rows(opened_batched: RewardRunner) -> None:
+    assert score(opened_batched, ["a"] * 3, [{"kind": "dicts"}] * 3).metrics["reward/good"] == 1.0
+    result = score(opened_batched, ["a"] * 3, [{"kind": "nan row"}] * 3)
     assert result.scores.tolist() == [1.0, 1.0, 5.0] and result.metrics["reward/errors"] == 1.0
-    with pytest.raises(RewardError, match="for row 2 of 3.*returned nan"):
-        run("batched_returns", ["a"] * 3, kwargs={"kind": "nan row"})
+    with runner("batched_returns") as opened, pytest.raises(RewardError, match="for row 2 of 3.*returned nan"):
+        score(opened, ["a"] * 3, [{"kind": "nan row"}] * 3)
 
 
 def test_large_messages_do_not_block() -> None:
@@ -235,13 +258,16 @@ def test_close_leaves_no_process() -> None:
 
 def test_processes_end_when_the_controller_is_killed() -> None:
     code = (
-        "import os, signal; from tests.rewards.test_runner import runner, score\n"
-        "with runner('process_id') as opened:\n"
-        "    print(int(score(opened, ['a']).scores.double().item()), opened.processes[0].process.pid, flush=True)\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "import os, signal\n"
+        "from hybridflow.config.schema import RewardConfig\n"
+        "from hybridflow.rewards.process import RewardProcess\n"
+        "process = RewardProcess(RewardConfig(function='tests.rewards.functions:length'))\n"
+        "process.wait_ready()\n"
+        "print(process.process.pid, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=os.getcwd())
-    pid = int(out.stdout.split()[1])
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    pid = int(out.stdout)
     deadline = time.monotonic() + 5
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -1,0 +1,35 @@
+"""The demo's assets: a disjoint split, loadable files, a model of the promised shape."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+from transformers import AutoModelForCausalLM
+
+from hybridflow.config.schema import DataConfig, ModelConfig
+from hybridflow.data.prompts import PromptDataset
+from hybridflow.data.tokenizer import load_tokenizer
+from hybridflow.rewards.tasks.addition import score
+
+SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "prepare_addition.py"))
+
+
+def test_split_holds_out_a_pair_in_both_orders() -> None:
+    train, val = SCRIPT["split"](512, seed=0)
+    assert len(val) == 512 and len(train) > 9000 and len(set(train)) == len(train)
+    assert not {tuple(sorted(pair)) for pair in train} & {tuple(sorted(pair)) for pair in val}
+    assert SCRIPT["split"](512, seed=0) == (train, val) != SCRIPT["split"](512, seed=1)
+
+
+def test_files_and_model(tmp_path: Path) -> None:
+    SCRIPT["write_model"](tmp_path / "model", 0)
+    SCRIPT["write_rows"](tmp_path / "train.parquet", [(3, 9), (67, 68)])
+    tokenizer = load_tokenizer(ModelConfig(str(tmp_path / "model")))
+    data = PromptDataset([str(tmp_path / "train.parquet")], DataConfig(train_files=[]), tokenizer, with_response=True)
+    batch = data.batch([0, 1], [0, 1])
+    assert data.texts([0, 1]) == ["03+09=", "67+68="]
+    assert [tokenizer.decode(row) for row in batch["response_ids"].rows()] == ["21<eos>", "531<eos>"]
+    assert [score(text, row["response"], row["answer"]) for text, row in zip(data.texts([0, 1]), data.rows([0, 1]))] == [1.0, 1.0]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert model.config.vocab_size == len(tokenizer) == 16 and model.config.num_hidden_layers == 2

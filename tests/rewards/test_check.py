@@ -1,0 +1,66 @@
+"""The reward function is tried on one sample before a run starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hybridflow.config.schema import DataConfig, RewardConfig
+from hybridflow.data.prompts import PromptDataset
+from hybridflow.errors import ConfigError, RewardError
+from hybridflow.rewards.check import check_reward_function
+from tests.tiny import tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> PromptDataset:
+    path: Path = tmp_path_factory.mktemp("check") / "data.jsonl"
+    path.write_text(json.dumps({"prompt": "1+2=", "answer": 3}) + "\n")
+    return PromptDataset([str(path)], DataConfig(train_files=[]), TOKENIZER)
+
+
+def check(dataset: PromptDataset, function: str, **settings) -> None:
+    settings = {"timeout_seconds": 20.0, **settings}
+    check_reward_function(RewardConfig(function=function, **settings), dataset, TOKENIZER)
+
+
+@pytest.mark.parametrize("name", ["length", "with_columns", "batched", "asynchronous", "tokens", "batched_tokens", "hangs", "raises"])
+def test_sound_functions_pass(dataset: PromptDataset, name: str) -> None:
+    check(dataset, f"tests.rewards.functions:{name}")
+
+
+def test_wrong_batch_dimension_shows_on_one_sample(dataset: PromptDataset, tmp_path: Path) -> None:
+    (tmp_path / "wrong.py").write_text("def score(prompts, responses):\n    return [[1.0] for _ in responses]\n")
+    with pytest.raises(RewardError, match=r"returned shape \[2, 1\].*expected \[2\]"):
+        check(dataset, f"{tmp_path}/wrong.py:score")
+
+
+@pytest.mark.parametrize(("body", "error", "message"), [
+    ("def score(prompt, response, solution): return 1.0", ConfigError, r"needs \['solution'\], but the data has the columns \['answer'\]"),
+    ("def score(prompt): return 1.0", ConfigError, r"has the parameters \(prompt\); expected function\(prompt: str, response: str.*batched"),
+    ("def score(prompt, response): return None", RewardError, "returned None"),
+    ("def score(prompt, response): return float('nan')", RewardError, "returned nan"),
+    ("def score(prompt, response): return 1 / 0", RewardError, "ZeroDivisionError"),
+    ("def score(prompt, response):\n    while True: pass", RewardError, "took longer than reward.timeout_seconds=2"),
+    ("def score(prompt, response): __import__('os')._exit(9)", RewardError, "its process ended with exit code 9"),
+    ("score = 3", ConfigError, "has no function 'score'"),
+    ("import no_such_module", ConfigError, "No module named 'no_such_module'"),
+])
+def test_unsound_functions_are_refused(dataset: PromptDataset, tmp_path: Path, body: str, error: type, message: str) -> None:
+    (tmp_path / "mine.py").write_text(body + "\n")
+    with pytest.raises(error, match=message):
+        check(dataset, f"{tmp_path}/mine.py:score", timeout_seconds=2.0, on_error="score")
+
+
+@pytest.mark.parametrize(("name", "kwargs", "message"), [
+    ("length", {"scale": 2}, r"reward.kwargs has \['scale'\], which tests.rewards.functions:length does not accept"),
+    ("with_columns", {"answer": 2}, r"\['answer'\] are data columns and in reward.kwargs as well"),
+    ("with_columns", {"response": "x"}, r"reward.kwargs must not set \['response'\]"),
+])
+def test_kwargs_that_do_not_fit(dataset: PromptDataset, name: str, kwargs: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check(dataset, f"tests.rewards.functions:{name}", kwargs=kwargs)
