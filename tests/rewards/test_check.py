@@ -41,7 +41,7 @@ def test_wrong_batch_dimension_shows_on_one_sample(dataset: PromptDataset, tmp_p
 
 @pytest.mark.parametrize(("body", "error", "message"), [
     ("def score(prompt, response, solution): return 1.0", ConfigError, r"needs \['solution'\], but the data has the columns \['answer'\]"),
-    ("def score(prompt): return 1.0", ConfigError, r"has the parameters \(prompt\); expected function\(prompt: str, response: str.*batched"),
+    ("def score(prompt): return 1.0", ConfigError, r"has the parameters \(prompt\); expected function\(prompt: str, response.*batched"),
     ("def score(prompt, response): return None", RewardError, "returned None"),
     ("def score(prompt, response): return float('nan')", RewardError, "returned nan"),
     ("def score(prompt, response): return 1 / 0", RewardError, "ZeroDivisionError"),
