@@ -12,6 +12,7 @@ import logging
 import os
 import time
 import uuid
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ else:
     from vllm.v1.worker.gpu_worker import Worker as BaseWorker
 
 logger = logging.getLogger(__name__)
+warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)  # vLLM calls by older names
 
 LOAD_FORMAT = "hybridflow_dummy"
 PROGRESS_SECONDS = 30.0
@@ -214,7 +216,10 @@ class VllmBridge:
 
 
 def _engine_args(settings: EngineSettings, can_sleep: bool) -> EngineArgs:
-    tp = len(settings.groups[0])
+    tp, cpu = len(settings.groups[0]), current_platform.is_cpu()
+    # A prompt prefilled in parts draws a random number for each part and takes it back, which CPU generators cannot: a seeded
+    # request then fails. On CPU every prompt is prefilled whole, and a step has room for the longest.
+    batched_tokens = max(settings.max_num_batched_tokens, settings.max_num_seqs, settings.max_model_len if cpu else 0)
     return EngineArgs(
         model=settings.model_path, tokenizer=settings.tokenizer_path, skip_tokenizer_init=settings.tokenizer_path is None,
         dtype=settings.dtype, seed=settings.seed, max_model_len=settings.max_model_len, load_format=LOAD_FORMAT,
@@ -222,10 +227,10 @@ def _engine_args(settings: EngineSettings, can_sleep: bool) -> EngineArgs:
         distributed_executor_backend="external_launcher", tensor_parallel_size=tp, worker_cls=WORKER,
         additional_config={"groups": [list(group) for group in settings.groups]},
         kv_cache_memory_bytes=settings.kv_cache_bytes, gpu_memory_utilization=MEMORY_SHARE,
-        max_num_seqs=settings.max_num_seqs, max_num_batched_tokens=settings.max_num_batched_tokens,
-        enforce_eager=settings.enforce_eager or current_platform.is_cpu(),  # compiling on CPU costs more than it gives
+        max_num_seqs=settings.max_num_seqs, max_num_batched_tokens=batched_tokens, enable_chunked_prefill=not cpu,
+        enforce_eager=settings.enforce_eager or cpu,  # compiling on CPU costs more than it gives
         # Tensor-parallel ranks schedule for themselves; only the synchronous scheduler is sure to decide alike on all.
-        async_scheduling=tp == 1 and not current_platform.is_cpu(),
+        async_scheduling=tp == 1 and not cpu,
         enable_prefix_caching=True, enable_sleep_mode=can_sleep, logprobs_mode="processed_logprobs", disable_log_stats=True)
 
 

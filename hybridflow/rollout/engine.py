@@ -62,7 +62,7 @@ class RolloutEngine:
             self._bridge = VllmBridge(EngineSettings(
                 model_path=model_path, groups=generation.groups, rank=self.rank, local_rank=device.index, dtype=dtype, seed=seed,
                 max_model_len=max_model_len, max_num_seqs=config.max_num_seqs,
-                max_num_batched_tokens=max(config.max_num_batched_tokens, config.max_num_seqs),
+                max_num_batched_tokens=config.max_num_batched_tokens,
                 kv_cache_bytes=int(config.kv_cache_gib * GIB), enforce_eager=config.enforce_eager,
                 tokenizer_path=(tokenizer_path or model_path) if config.stop else None))
         self._bridge.sleep()
