@@ -102,6 +102,8 @@ def _attend_padded(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, 
     parts = []
     for group in packing.groups:
         q, k, v = (x[group.gather_SL].transpose(1, 2) for x in (query, key, value))
+        if q.is_cuda and k.shape[1] != q.shape[1]:  # with grouped heads float32 would fall to the kernel that stores all scores
+            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
         parts.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(parts)[packing.order_T]

@@ -280,7 +280,9 @@ class _Hook(importlib.abc.MetaPathFinder):
 def _install() -> None:
     if any(name.startswith("megatron.core") for name in sys.modules):
         raise RuntimeError("megatron.core was imported before hybridflow.engine.compat; import hybridflow.engine.compat first")
-    warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")  # expected: neither is required
+    # What Megatron warns of is not the user's to mend: absent Transformer Engine (expected), deprecations among its own modules.
+    warnings.filterwarnings("ignore", module=r"megatron\.")
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
     if CPU_SHIM:
         _wrap_methods()
     sys.meta_path.insert(0, _Hook([MENDS, CPU_PATCHES] if CPU_SHIM else [MENDS], _cpu_torch() if CPU_SHIM else None))

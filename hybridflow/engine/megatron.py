@@ -27,13 +27,15 @@ from hybridflow.models.shards import ShardParameter
 from hybridflow.models.weight_map import padded_vocab, weight_map
 
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 
 class MegatronEngine:
     """One role's model on this rank. Every method is collective: all ranks of the layout call it in the same order.
 
     With `optimizer` None the engine only computes log-probs (reference role) and holds no gradient buffers.
-    `total_steps`: optimizer steps of the run, needed by decaying learning-rate schedules.
+    `seed`: of dropout, which the supported families do not have (weights are loaded). `total_steps`: optimizer steps of the
+    run, needed by decaying learning-rate schedules.
     """
 
     def __init__(
@@ -50,7 +52,7 @@ class MegatronEngine:
         total_steps: int | None = None,
     ) -> None:
         """Raises ConfigError or ModelError when the model, the layout and the settings do not fit."""
-        self.layout, self.device, self.dtype, self.seed = layout, device, dtype, seed
+        self.layout, self.device, self.dtype = layout, device, dtype
         self.weights = weight_map(hf_config)
         self.weights.megatron(layout, 0)  # refuses what does not divide, before groups are made
         self.parallel = init_parallel(layout, device)
@@ -58,6 +60,7 @@ class MegatronEngine:
         self.config = transformer_config(
             settings, self.parallel, device, dtype=dtype, sequence_parallel=sequence_parallel, recompute=recompute
         )
+        model_parallel_cuda_manual_seed(seed, force_reset_rng=True)  # layers look for its RNG states when they are built
         self.chunks: list[torch.nn.Module] = list(build_chunks(settings, self.config, self.parallel, device))
         self.vocab = VocabShard.of(self.weights.vocab, padded_vocab(self.weights.vocab, layout.tp), self.parallel.groups.tp)
         self.optimizer: Optimizer | None = None

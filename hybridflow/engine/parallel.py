@@ -11,7 +11,7 @@ from hybridflow.config.layout import Coordinates, Layout
 from hybridflow.engine import compat  # noqa: F401  (before megatron)
 from hybridflow.engine.device import Device
 
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 
@@ -65,8 +65,6 @@ def init_parallel(layout: Layout, device: Device, timeout: float = 600.0) -> Par
         distributed_timeout_minutes=max(1, math.ceil(timeout / 60)),
         create_gloo_process_groups=False,
     )
-    # The RNG tracker must exist before layers are built; nothing draws from it (weights are loaded, dropout is 0).
-    tensor_parallel.model_parallel_cuda_manual_seed(1, force_reset_rng=True)
     _current = Parallel(layout, dist.get_rank(), ProcessGroupCollection.use_mpu_process_groups())
     return _current
 

@@ -26,9 +26,10 @@ def test_checkpoint_without_output(cpu_rank: Device) -> None:
     """Output recomputation with fp8=False, as recompute_modules=layernorm uses it."""
     from hybridflow.engine.parallel import init_parallel
 
-    from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+    from megatron.core.tensor_parallel.random import CheckpointWithoutOutput, model_parallel_cuda_manual_seed
 
     init_parallel(Layout(world=1), cpu_rank)
+    model_parallel_cuda_manual_seed(1, force_reset_rng=True)
     x = torch.randn(4, requires_grad=True)
     checkpoint = CheckpointWithoutOutput(fp8=False)
     middle = checkpoint.checkpoint(torch.sin, x)
@@ -123,9 +124,10 @@ def test_no_compiler_at_run_time() -> None:
 def test_random_states_are_the_cpu_generators(cpu_rank: Device) -> None:
     from hybridflow.engine.parallel import init_parallel
 
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
     init_parallel(Layout(world=1), cpu_rank)
+    model_parallel_cuda_manual_seed(1, force_reset_rng=True)
     outside = torch.get_rng_state()
     with get_cuda_rng_tracker().fork():
         first = torch.rand(3)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import AutoConfig
@@ -12,7 +14,16 @@ from hybridflow.data.batch import Batch, Ragged
 from hybridflow.engine.device import Device
 from hybridflow.engine.megatron import MegatronEngine
 from hybridflow.errors import ConfigError, ModelError, PhaseError
-from tests.engine.tiny import OPTIMIZER, VOCAB, clipped_ratio, load_model, make_batch, reference_log_probs, reference_update
+from tests.engine.tiny import (
+    OPTIMIZER,
+    VOCAB,
+    clipped_ratio,
+    load_model,
+    make_batch,
+    make_checkpoint,
+    reference_log_probs,
+    reference_update,
+)
 
 ONE = Layout(world=1)
 CALL = {"temperature": 0.8, "token_budget": 50, "entropy": True}
@@ -54,6 +65,38 @@ def test_update_equals_the_reference(cpu_rank: Device, checkpoints: dict[str, st
     assert (engine.parameters()["output_layer.weight"][:VOCAB].double() - model.lm_head.weight).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"attention_bias": True},
+        {"attention_bias": True, "mlp_bias": True},
+        {"head_dim": 24},
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 5e4, "factor": 4.0}},
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            }
+        },
+    ],
+    ids=["attention_bias", "all_biases", "wide_heads", "linear_rope", "llama3_rope"],
+)
+def test_llama_variants(cpu_rank: Device, tmp_path: Path, changes: dict) -> None:
+    path = make_checkpoint(tmp_path, "llama", layers=2, **changes)
+    batch, model = make_batch(5, 27, longest=100), load_model(path)
+    engine = build(path, cpu_rank)
+    with torch.no_grad():
+        log_prob, _ = reference_log_probs(model, batch, 1.0)
+    scored = engine.log_probs(batch, temperature=1.0, token_budget=300, entropy=False)["log_prob"]
+    torch.testing.assert_close(scored.values.double(), log_prob, rtol=2e-6, atol=1e-5)
+    for reference in reference_update(model, batch, 0.8, True, OPTIMIZER, steps=2):
+        assert engine.update(batch, clipped_ratio, **CALL)["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-5)
+
+
 def test_one_token_rows(cpu_rank: Device, checkpoints: dict[str, str]) -> None:
     ids = Ragged.from_rows([[5], [6], [7]], torch.int64)
     batch = Batch({"prompt_ids": ids, "response_ids": Ragged.from_rows([[1], [], [2]], torch.int64)})
@@ -80,10 +123,10 @@ def test_bfloat16_keeps_float32_main_weights(cpu_rank: Device, checkpoints: dict
     weight = engine.parameters()["decoder.layers.0.input_layernorm.weight"]
     first = weight.clone()
     engine.update(batch, clipped_ratio, **CALL)
-    assert weight.dtype == torch.bfloat16 and (weight != first).double().mean() < 0.1
-    for _ in range(60):
+    assert weight.dtype == torch.bfloat16 and torch.equal(weight, first)
+    for _ in range(30):
         engine.update(batch, clipped_ratio, **CALL)
-    assert (weight != first).double().mean() > 0.3
+    assert (weight != first).double().mean() > 0.1
 
 
 def test_bfloat16_log_probs(cpu_rank: Device, checkpoints: dict[str, str]) -> None:

@@ -19,27 +19,27 @@ FAMILIES = {
 OPTIMIZER = OptimizerConfig(lr=1e-2, weight_decay=0.1, eps=1e-3, clip_grad=0.5)
 
 
-def make_checkpoint(folder: Path, family: str, layers: int = 4, seed: int = 0) -> str:
+def make_checkpoint(folder: Path, family: str, layers: int = 4, seed: int = 0, **changes: Any) -> str:
     """A random float32 model: 8 query and 4 key-value heads, vocabulary 101, norms and biases away from 1 and 0."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(
-        family,
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=layers,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        max_position_embeddings=256,
-        rms_norm_eps=1e-5,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        bos_token_id=None,
-        eos_token_id=0,
-        pad_token_id=None,  # with one, Hugging Face gives that row of the embedding no gradient
+    settings = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "bos_token_id": None,
+        "eos_token_id": 0,
+        "pad_token_id": None,  # with one, Hugging Face gives that row of the embedding no gradient
         **FAMILIES[family],
-    )
+    }
+    config = AutoConfig.for_model(family, **{**settings, **changes})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         for parameter in model.parameters():
