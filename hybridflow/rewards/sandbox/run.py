@@ -23,21 +23,26 @@ GRACE_SECONDS = 20.0  # set-up, killing and clean-up beyond the program's own wa
 FOLDER_PREFIX = "hybridflow-sandbox-"
 
 
-def run_python(code: str, stdin: str = "", limits: Limits | None = None, *, layers: Iterable[str] = LAYERS) -> SandboxResult:
+def run_python(
+    code: str, stdin: str = "", limits: Limits | None = None, *, layers: Iterable[str] = LAYERS, allow_weak: bool = False
+) -> SandboxResult:
     """Runs `code` as a program of its own (standard library only) and returns how it ended.
 
-    `layers`: isolation to try, by default all of it; fewer is for machines where one of them misbehaves, and for tests.
+    layers: isolation to try, by default all of it; fewer is for machines where one of them misbehaves, and for tests.
+    allow_weak: run even where the program could read this user's files or signal its processes; otherwise that is an error.
     Whatever the program does is a status of the result; RewardError means that the sandbox itself failed.
     """
     limits = limits or Limits()
     folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=_temporary_root()))
-    request = {"code": code, "stdin": stdin, "limits": asdict(limits), "layers": sorted(layers), "folder": str(folder)}
+    request = {"code": code, "stdin": stdin, "limits": asdict(limits), "folder": str(folder)}
+    request |= {"layers": sorted(layers), "allow_weak": allow_weak}
     try:
         answer = _ask_jail(json.dumps(request).encode(), limits.wall_seconds + GRACE_SECONDS)
     finally:
         shutil.rmtree(folder, ignore_errors=True)  # the jail removes it; this is for a jail that was killed
     if "error" in answer:
-        raise RewardError(f"the sandbox could not start a program: {answer['error']}")
+        fix = "see docs/verifiers.md for what each kind of machine needs"
+        raise RewardError(f"the sandbox could not start a program: {answer['error']}; {fix}")
     answer["status"] = Status(answer["status"])
     answer["layers"] = frozenset(answer["layers"])
     return SandboxResult(**answer)

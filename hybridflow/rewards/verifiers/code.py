@@ -22,14 +22,14 @@ class Case:
     def __init__(self, stdin: str = "", expected: str = "", check: str | None = None) -> None:
         self.stdin, self.expected, self.check = stdin, expected, check
 
-    def run(self, solution: str, limits: Limits) -> Status:
+    def run(self, solution: str, limits: Limits, allow_weak: bool) -> Status:
         """The status of one run; OK means passed."""
         if self.check is None:
-            result = run_python(solution, self.stdin, limits)
+            result = run_python(solution, self.stdin, limits, allow_weak=allow_weak)
             return result.judged(same_output(result.stdout, self.expected))
         # Ending early (`exit()`, a thread left over) must not pass: only code that comes after the check prints the mark.
         mark = secrets.token_hex(16)
-        result = run_python(f"{solution}\n\n{self.check}\nprint('\\n{mark}', flush=True)\n", "", limits)
+        result = run_python(f"{solution}\n\n{self.check}\nprint('\\n{mark}', flush=True)\n", "", limits, allow_weak=allow_weak)
         return result.judged(result.stdout.rstrip().endswith(mark))
 
 
@@ -73,13 +73,14 @@ def extract(response: str) -> str | None:
 
 def score(
     prompt: str, response: str, *, tests_key: str = "tests", credit: str = "share", test_seconds: float = 5.0,
-    total_seconds: float = 20.0, memory_mib: int = 512, max_tests: int | None = None, **columns: Any,
+    total_seconds: float = 20.0, memory_mib: int = 512, max_tests: int | None = None, allow_weak_sandbox: bool = False, **columns: Any,
 ) -> dict[str, float]:  # fmt: skip
     """Share of tests passed (credit="share"), or 1 only when all pass (credit="all": stops at the first that fails).
 
     Column `tests_key`, itself or as JSON text: a list of {"input", "output"} (stdin and stdout), {"inputs": [...], "outputs":
     [...]}, a list of assert code, or one text of assert code. Assert code follows the solution in the same program.
     total_seconds: of all tests of a response; those left when it is over fail ("not_run"). Keep it below reward.timeout_seconds.
+    allow_weak_sandbox: run code even on a machine that allows limits only, and no isolation; otherwise that is a RewardError.
     Metrics: unparsed, passed, tests, not_run, and a count for each status of a test that failed.
     """
     if credit not in CREDITS:
@@ -97,7 +98,7 @@ def score(
             counts["not_run"] = float(len(cases) - done)
             break
         limits = Limits(wall_seconds=seconds, cpu_seconds=max(1, int(seconds + 1)), memory_bytes=memory_mib * MIB)
-        status = case.run(solution, limits)
+        status = case.run(solution, limits, allow_weak_sandbox)
         counts["passed" if status is Status.OK else status.value] += 1.0
     share = counts["passed"] / len(cases)
     return {"score": share if credit == "share" else float(share == 1.0), **counts}

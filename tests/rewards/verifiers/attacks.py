@@ -18,6 +18,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from hybridflow.errors import RewardError
 from hybridflow.rewards.sandbox import LAYERS, Limits, SandboxResult, Status, run_python
 from hybridflow.rewards.sandbox.jail import linux
 
@@ -35,7 +36,7 @@ class Arena:
 
     def run(self, code: str, stdin: str = "", **limits: float) -> SandboxResult:
         """One program under small limits."""
-        return run_python(code, stdin, Limits(**(SMALL | limits)), layers=self.layers)
+        return run_python(code, stdin, Limits(**(SMALL | limits)), layers=self.layers, allow_weak=True)
 
     @property
     def confined(self) -> bool:
@@ -315,6 +316,15 @@ def _outcome(function: Callable[[Arena], None], arena: Arena) -> str:
     return ""
 
 
+def _refusal(arena: Arena) -> str:
+    """The error, where the layers leave the program with the files and processes of this user."""
+    try:
+        run_python("", layers=arena.layers)
+    except RewardError as error:
+        return str(error)
+    return ""
+
+
 def _left_behind(folder: Path) -> str:
     """Processes that came back to us (we are their subreaper), and temporary folders."""
     problems = [str(path) for path in folder.glob("hybridflow-sandbox-*")]
@@ -334,6 +344,7 @@ def main() -> None:
     os.chmod(tempfile.tempdir, 0o755)
     with ThreadPoolExecutor(4) as pool:
         outcomes = dict(zip(ATTACKS, pool.map(lambda function: _outcome(function, arena), ATTACKS.values()), strict=True))
+    outcomes["weak"] = _refusal(arena)
     outcomes["left_behind"] = _left_behind(Path(tempfile.tempdir))
     outcomes["layers"] = sorted(arena.run("").layers)
     json.dump(outcomes, sys.stdout)

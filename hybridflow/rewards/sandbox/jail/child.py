@@ -31,9 +31,17 @@ class Plan:
         self.limits: dict = request["limits"]
         self.wanted = set(request["layers"])
         self.folder: str = request["folder"]
+        self.allow_weak: bool = request["allow_weak"]
         self.user = user  # to become; None: stay who we are
         self.tasks = tasks  # RLIMIT_NPROC
         self.active = active  # isolation so far
+
+
+def isolated(active: set[str]) -> bool:
+    """Whether a program is kept from the files and processes of whoever runs the sandbox, and from the network."""
+    if "own_user" in active:
+        return bool(active & {"seccomp", "namespaces"})
+    return "seccomp" in active and bool(active & {"private_root", "landlock"})
 
 
 def start(plan: Plan, stdio: tuple[int, int, int], channel: int) -> None:
@@ -95,8 +103,7 @@ def _become_program(plan: Plan, home: str, stdio: tuple[int, int, int], channel:
     try:
         os.chdir(home)
         os.umask(0o077)
-        if os.path.exists("/proc/self/oom_score_adj"):
-            write("/proc/self/oom_score_adj", "1000")  # when the machine runs short, this goes first
+        _go_first()
         executable, channel = _arrange_descriptors(plan, stdio, channel)
         rules = _landlock_rules(plan, home)
         identity.set_limits(plan.limits, plan.tasks)
@@ -109,6 +116,8 @@ def _become_program(plan: Plan, home: str, stdio: tuple[int, int, int], channel:
             landlock.enforce(rules)
             plan.active.add("landlock")
         _filter_system_calls(plan)
+        if not (plan.allow_weak or isolated(plan.active)):
+            raise OSError(f"no isolation from this user's files and processes on this machine, only {sorted(plan.active) or 'limits'}")
         _tell(channel, {"layers": sorted(plan.active)})
         os.execve(executable, [executable, "-I", "-S", "-B", "-c", LAUNCH], _environment(home, executable))
     except Exception as error:  # noqa: BLE001 - see start()
@@ -141,6 +150,14 @@ def _open_to_all(executable: str) -> bool:
             return False
         executable = parent
     return True
+
+
+def _go_first() -> None:
+    """When the machine runs out of memory, this process is the one to kill."""
+    try:
+        write("/proc/self/oom_score_adj", "1000")
+    except OSError:
+        return  # a private root without /proc
 
 
 def _landlock_rules(plan: Plan, home: str) -> int | None:

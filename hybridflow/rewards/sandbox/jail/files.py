@@ -20,10 +20,14 @@ KEPT_FLAGS = {
 
 
 def readable_paths() -> list[str]:
-    """What a Python program needs to read: the interpreter's tree and the system's libraries."""
+    """What a Python program needs to read: the system's libraries, the interpreter's tree, and where else its libraries lie."""
     paths = [path for path in SYSTEM if os.path.exists(path)]
-    prefix = os.path.realpath(sys.base_prefix)
-    return paths if any(prefix == path or prefix.startswith(path + "/") for path in paths) else [*paths, prefix]
+    loaded = {line.split(maxsplit=5)[-1].strip() for line in linux.read("/proc/self/maps").splitlines() if ".so" in line}
+    folders = sorted({os.path.dirname(os.path.realpath(path)) for path in loaded if path.startswith("/")})
+    for needed in [os.path.realpath(sys.base_prefix), *folders]:
+        if not any(needed == path or needed.startswith(path + "/") for path in paths):
+            paths.append(needed)
+    return paths
 
 
 def _bind(path: str, root: str, flags: int) -> None:

@@ -70,5 +70,8 @@ def umount(target: str) -> None:
 
 def pivot_root(new: str, old: str) -> None:
     """pivot_root(2)."""
-    number = {"x86_64": 155, "aarch64": 41}[os.uname().machine]
-    syscall(number, ctypes.c_char_p(_encoded(new)), ctypes.c_char_p(_encoded(old)))
+    numbers = {"x86_64": 155, "aarch64": 41}
+    machine = os.uname().machine
+    if machine not in numbers:
+        raise OSError(f"pivot_root's number on {machine} is not known here")
+    syscall(numbers[machine], ctypes.c_char_p(_encoded(new)), ctypes.c_char_p(_encoded(old)))
