@@ -24,10 +24,12 @@ FOLDER_PREFIX = "hybridflow-sandbox-"
 
 
 def run_python(
-    code: str, stdin: str = "", limits: Limits | None = None, *, layers: Iterable[str] = LAYERS, allow_weak: bool = False
-) -> SandboxResult:
+    code: str, stdin: str = "", limits: Limits | None = None, *,
+    module: str = "__main__", layers: Iterable[str] = LAYERS, allow_weak: bool = False,
+) -> SandboxResult:  # fmt: skip
     """Runs `code` as a program of its own (standard library only) and returns how it ended.
 
+    module: the program's __name__; another than __main__ leaves out what a module does only when it is the program.
     layers: isolation to try, by default all of it; fewer is for machines where one of them misbehaves, and for tests.
     allow_weak: run even where the program could read this user's files or signal its processes; otherwise that is an error.
     Whatever the program does is a status of the result; RewardError means that the sandbox itself failed.
@@ -35,7 +37,7 @@ def run_python(
     limits = limits or Limits()
     folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=_temporary_root()))
     request = {"code": code, "stdin": stdin, "limits": asdict(limits), "folder": str(folder)}
-    request |= {"layers": sorted(layers), "allow_weak": allow_weak}
+    request |= {"module": module, "layers": sorted(layers), "allow_weak": allow_weak}
     try:
         answer = _ask_jail(json.dumps(request).encode(), limits.wall_seconds + GRACE_SECONDS)
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 import time
 from typing import Any
@@ -25,11 +26,13 @@ class Case:
     def run(self, solution: str, limits: Limits, allow_weak: bool) -> Status:
         """The status of one run; OK means passed."""
         if self.check is None:
+            limits = dataclasses.replace(limits, output_bytes=limits.output_bytes + len(self.expected.encode(errors="replace")))
             result = run_python(solution, self.stdin, limits, allow_weak=allow_weak)
             return result.judged(same_output(result.stdout, self.expected))
         # Ending early (`exit()`, a thread left over) must not pass: only code that comes after the check prints the mark.
         mark = secrets.token_hex(16)
-        result = run_python(f"{solution}\n\n{self.check}\nprint('\\n{mark}', flush=True)\n", "", limits, allow_weak=allow_weak)
+        program = f"{solution}\n\n{self.check}\nprint('\\n{mark}', flush=True)\n"
+        result = run_python(program, "", limits, module="solution", allow_weak=allow_weak)
         return result.judged(result.stdout.rstrip().endswith(mark))
 
 
@@ -78,7 +81,8 @@ def score(
     """Share of tests passed (credit="share"), or 1 only when all pass (credit="all": stops at the first that fails).
 
     Column `tests_key`, itself or as JSON text: a list of {"input", "output"} (stdin and stdout), {"inputs": [...], "outputs":
-    [...]}, a list of assert code, or one text of assert code. Assert code follows the solution in the same program.
+    [...]}, a list of assert code, or one text of assert code. Assert code follows the solution in the same
+    program, whose __name__ is not __main__: what it does when started by name, such as asking for input, is left out.
     total_seconds: of all tests of a response; those left when it is over fail ("not_run"). Keep it below reward.timeout_seconds.
     allow_weak_sandbox: run code even on a machine that allows limits only, and no isolation; otherwise that is a RewardError.
     Metrics: unparsed, passed, tests, not_run, and a count for each status of a test that failed.

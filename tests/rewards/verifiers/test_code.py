@@ -64,6 +64,23 @@ def test_no_code_is_counted(response: str) -> None:
     assert (result["score"], result["unparsed"], result["tests"]) == (0.0, 1.0, 3.0)
 
 
+def test_what_a_solution_does_as_a_program_is_left_out_of_asserts() -> None:
+    solution = (
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass P:\n    x: int\n"
+        "def add(a, b): return P(a).x + b\nif __name__ == '__main__': print(input('numbers? '))"
+    )
+    assert code.score("", answer(solution), tests=ASSERTS)["score"] == 1.0
+    program = "import sys\ndef main(): print(sys.argv, __name__, __file__)\nif __name__ == '__main__': main()"
+    expected = [{"input": "", "output": "['main.py'] __main__ main.py"}]
+    assert code.score("", answer(program), tests=expected)["score"] == 1.0
+
+
+def test_long_expected_output() -> None:
+    tests = [{"input": "", "output": "x" * 3_000_000}]
+    assert code.score("", answer("print('x' * 3_000_000)"), tests=tests)["score"] == 1.0
+    assert code.score("", answer("while True: print('x' * 3_000_000)"), tests=tests)["output_limit"] == 1.0
+
+
 def test_fences() -> None:
     text = "```\na\n```\n~~~Py x\n```\nb\n~~~\n````python\n```\nc\n```\n````\n  ```py\n  d\n  ```\n```python\ncut"
     assert fenced_blocks(text) == [("", "a\n"), ("py", "```\nb\n"), ("python", "```\nc\n```\n"), ("py", "  d\n")]

@@ -16,8 +16,9 @@ INTERPRETER_FD = 3  # the interpreter's tree, where its path is closed to the pr
 LAUNCH = f"""
 import builtins, sys, _sitebuiltins
 builtins.exit, builtins.quit = _sitebuiltins.Quitter('exit', ''), _sitebuiltins.Quitter('quit', '')
-sys.argv[:] = ['{PROGRAM}']
-__file__ = '{PROGRAM}'
+__name__, __file__ = sys.argv[1], '{PROGRAM}'
+sys.modules[__name__] = sys.modules['__main__']
+sys.argv[:] = [__file__]
 del builtins, sys, _sitebuiltins
 exec(compile(open(__file__, 'rb').read(), __file__, 'exec'))
 """
@@ -28,6 +29,7 @@ class Plan:
 
     def __init__(self, request: dict, user: int | None, tasks: int, active: set[str]) -> None:
         self.code: str = request["code"]
+        self.module: str = request["module"]  # the program's __name__
         self.limits: dict = request["limits"]
         self.wanted = set(request["layers"])
         self.folder: str = request["folder"]
@@ -119,7 +121,7 @@ def _become_program(plan: Plan, home: str, stdio: tuple[int, int, int], channel:
         if not (plan.allow_weak or isolated(plan.active)):
             raise OSError(f"no isolation from this user's files and processes on this machine, only {sorted(plan.active) or 'limits'}")
         _tell(channel, {"layers": sorted(plan.active)})
-        os.execve(executable, [executable, "-I", "-S", "-B", "-c", LAUNCH], _environment(home, executable))
+        os.execve(executable, [executable, "-I", "-S", "-B", "-c", LAUNCH, plan.module], _environment(home, executable))
     except Exception as error:  # noqa: BLE001 - see start()
         _tell(channel, {"error": f"{type(error).__name__}: {error}"})
     finally:
