@@ -1,7 +1,9 @@
 """Bring up the cluster a run lives on, and take it down however the run ends.
 
-    with cluster_session(config.cluster, log_dir=...) as cluster:      # the driver's code; other processes of the job
-        group = cluster.worker_group({"actor": (...)}, layout=...)     # never get here: they wait, and exit with its code
+    with job_session(config.cluster) as job:              # the driver's code; the other processes of the job never get
+        check(config, job.world)                          # here: they wait, and exit with its code
+        with job.cluster(log_dir=...) as cluster:
+            group = cluster.worker_group({"actor": (...)}, layout=...)
 
 Three ways in, one way out: torchrun (any number of processes and nodes; local rank 0 of a node brings up Ray there, global
 rank 0 is the driver), plain `python` on one machine, or a cluster that exists already (RAY_ADDRESS).
@@ -16,19 +18,21 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
 
+from hybridflow.cluster.access import job_token
 from hybridflow.cluster.failure import exit_code
 from hybridflow.cluster.node import RayNode
 from hybridflow.cluster.pool import ResourcePool
 from hybridflow.cluster.rendezvous import POLL_SECONDS, Rendezvous, Seat, node_address
 from hybridflow.cluster.worker_group import Roles, WorkerGroup
 from hybridflow.config.layout import GenerationLayout, Layout
+from hybridflow.config.ranks import ranks_here
 from hybridflow.config.schema import ClusterConfig
 from hybridflow.errors import ConfigError, WorkerError
 
@@ -66,12 +70,34 @@ class Cluster:
         return WorkerGroup(pool or self.pool, roles, layout=layout, generation=generation, **settings)
 
 
+@dataclass(frozen=True)
+class Job:
+    """The driver's view of its job before Ray is up: checks belong here, where a mistake costs seconds."""
+
+    config: ClusterConfig
+    meeting: Rendezvous | None
+    begun: float
+
+    @property
+    def world(self) -> int | None:
+        """Worker ranks the job will have; None on an existing cluster (RAY_ADDRESS), which must be asked."""
+        if os.environ.get("RAY_ADDRESS"):
+            return None
+        return ranks_here(self.config) * (self.meeting.seat.nodes if self.meeting else 1)
+
+    @contextlib.contextmanager
+    def cluster(self, log_dir: str | Path | None = None) -> Iterator[Cluster]:
+        """Ray on all nodes of the job. Within, SIGTERM and SIGHUP raise SystemExit(128 + number)."""
+        with _ray(self.config, self.meeting):
+            yield _cluster(self.config, Path(log_dir) if log_dir else None, self.begun)
+
+
 @contextlib.contextmanager
-def cluster_session(config: ClusterConfig, log_dir: str | Path | None = None) -> Iterator[Cluster]:
-    """The driver's cluster; ends every process of the job on the way out.
+def job_session(config: ClusterConfig) -> Iterator[Job]:
+    """The driver's job; ends every process of it on the way out.
 
     Other processes of a torchrun job do not return from here: they raise SystemExit with the driver's exit code when it
-    ends, 1 if it is lost. Within, SIGTERM and SIGHUP raise SystemExit(128 + number).
+    ends, 1 if it is lost.
     """
     begun = time.monotonic()
     with _signals_raise():
@@ -81,8 +107,7 @@ def cluster_session(config: ClusterConfig, log_dir: str | Path | None = None) ->
             sys.exit(_follow(meeting, config))
         code = 1
         try:
-            with _ray(config, meeting):
-                yield _cluster(config, Path(log_dir) if log_dir else None, begun)
+            yield Job(config, meeting, begun)
             code = 0
         except BaseException as error:
             code = exit_code(error)
@@ -90,50 +115,46 @@ def cluster_session(config: ClusterConfig, log_dir: str | Path | None = None) ->
         finally:
             if meeting:
                 with _signals_wait():
-                    meeting.publish("exit", str(code))
+                    meeting.tell("exit", str(code))
                     meeting.wait_for_goodbyes()
+
+
+@contextlib.contextmanager
+def cluster_session(config: ClusterConfig, log_dir: str | Path | None = None) -> Iterator[Cluster]:
+    """`job_session` and its cluster in one, for a driver that has nothing to check before Ray is up."""
+    with job_session(config) as job, job.cluster(log_dir) as cluster:
+        yield cluster
 
 
 @contextlib.contextmanager
 def _ray(config: ClusterConfig, meeting: Rendezvous | None) -> Iterator[None]:
     """Ray, connected: the cluster of RAY_ADDRESS, or one of the job's own."""
     existing = os.environ.get("RAY_ADDRESS")
-    node = None
-    try:
+    with contextlib.ExitStack() as undo:
+        undo.enter_context(_on_exit(lambda: meeting and meeting.tell("ending", "1")))
         if existing:
-            ray.init(address=existing, log_to_driver=False, logging_level=logging.ERROR)
+            undo.enter_context(_on_exit(ray.shutdown))
+            _connect(existing)
         else:
-            node = _start_head(config, meeting)
-        for number in ENDING_SIGNALS:  # ray.init puts its own handlers
-            signal.signal(number, _raise_exit)
-        yield
-    finally:
-        with _signals_wait():
+            token = secrets.token_hex(32)
+            undo.enter_context(job_token(token))
+            address = node_address(meeting, config.start_timeout_seconds) if meeting else "127.0.0.1"
+            node = RayNode(None, address=address, token=token, gpus=config.device != "cpu", object_store_gib=config.object_store_gib)
+            undo.enter_context(_on_exit(node.stop))
+            undo.enter_context(_on_exit(ray.shutdown))
+            head = node.wait_for_address(config.start_timeout_seconds)
             if meeting:
-                meeting.publish("ending", "1")
-            ray.shutdown()
-            if node:
-                node.stop()
+                meeting.tell("ray", f"{head} {token}")
+            _connect(head)
+            if meeting:
+                _wait_for_nodes(meeting, node, config.start_timeout_seconds)
+        yield
 
 
-def _start_head(config: ClusterConfig, meeting: Rendezvous | None) -> RayNode:
-    token = secrets.token_hex(32)
-    address = node_address(meeting, config.start_timeout_seconds) if meeting else "127.0.0.1"
-    node = RayNode(None, address=address, token=token, gpus=config.device != "cpu", object_store_gib=config.object_store_gib)
-    try:
-        head = node.wait_for_address(config.start_timeout_seconds)
-        if meeting:
-            meeting.publish("ray", f"{head} {token}")
-        os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=token)
-        ray.init(address=head, log_to_driver=False, logging_level=logging.ERROR)
-        if meeting:
-            _wait_for_nodes(meeting, node, config.start_timeout_seconds)
-    except BaseException:
-        with _signals_wait():
-            ray.shutdown()
-            node.stop()
-        raise
-    return node
+def _connect(address: str) -> None:
+    ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    for number in ENDING_SIGNALS:  # ray.init puts its own handlers
+        signal.signal(number, _raise_exit)
 
 
 def _wait_for_nodes(meeting: Rendezvous, node: RayNode, timeout: float) -> None:
@@ -155,25 +176,26 @@ def _follow(meeting: Rendezvous, config: ClusterConfig) -> int:
     try:
         if meeting.seat.brings_up_ray and not os.environ.get("RAY_ADDRESS"):
             node = _join(meeting, config)
-        while (code := meeting.read("exit")) is None and (node is None or meeting.read("ending") is None):
+        while meeting.read("exit") is None and (node is None or meeting.read("ending") is None):
             time.sleep(POLL_SECONDS)
+            if node and node.ended() and meeting.read("ending") is None:
+                node.check()
         if node:
             with _signals_wait():
                 node.stop()
-        code = code or meeting.wait("exit", config.start_timeout_seconds)
-        meeting.goodbye()
-        return int(code)
+        return int(meeting.wait("exit", config.start_timeout_seconds))
     except WorkerError as error:
-        meeting.publish(f"failed/{meeting.seat.node}", str(error))
+        meeting.tell(f"failed/{meeting.seat.node}", str(error))
         logger.error("%s", error)
         return 1
     except RuntimeError as error:  # the store went away with the driver's node
         logger.error("process %d lost the driver: %s", meeting.seat.rank, error)
         return 1
     finally:
-        if node:
-            with _signals_wait():
+        with _signals_wait():
+            if node:
                 node.stop()
+            meeting.goodbye()
 
 
 def _join(meeting: Rendezvous, config: ClusterConfig) -> RayNode | None:
@@ -210,6 +232,16 @@ def _signals_raise() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _on_exit(action: Callable[[], object]) -> Iterator[None]:
+    """Run `action` on the way out, whatever signals come."""
+    try:
+        yield
+    finally:
+        with _signals_wait():
+            action()
 
 
 @contextlib.contextmanager

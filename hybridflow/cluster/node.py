@@ -47,7 +47,7 @@ class RayNode:
             environment.pop(name, None)
         self._guardian = subprocess.Popen(
             [sys.executable, guardian.__file__, json.dumps([command, str(self.folder), os.getpid()])],
-            stdin=subprocess.PIPE, start_new_session=True, env=environment,
+            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True, env=environment,
         )  # fmt: skip
 
     def wait_for_address(self, timeout: float) -> str:
@@ -56,9 +56,12 @@ class RayNode:
         self._until(lambda: file.exists() and bool(file.read_text().strip()), timeout, "Ray's head did not come up")
         return file.read_text().strip()
 
+    def ended(self) -> bool:
+        return self._guardian.poll() is not None
+
     def check(self) -> None:
         """Raise if Ray on this node has ended."""
-        if self._guardian.poll() is not None:
+        if self.ended():
             raise WorkerError(f"Ray on this node ended; the end of its log:\n{self._log_tail()}", role="ray", verb="start")
 
     def stop(self) -> None:

@@ -6,6 +6,7 @@ a fresh word, the driver (global rank 0) answers under that word with the name o
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import socket
@@ -15,6 +16,7 @@ from datetime import timedelta
 
 from hybridflow.errors import WorkerError
 
+logger = logging.getLogger(__name__)
 POLL_SECONDS = 0.2
 GOODBYE_SECONDS = 20.0  # the driver waits so long for the others to read its exit code
 KEYS = "hybridflow"
@@ -55,8 +57,12 @@ class Rendezvous:
         self._store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
         self._attempt = self._welcome_all(timeout) if seat.rank == 0 else self._greet(timeout)
 
-    def publish(self, key: str, value: str) -> None:
-        self._store.set(f"{self._attempt}/{key}", value)
+    def tell(self, key: str, value: str) -> None:
+        """Publish a value; whoever would read it is gone when the store is, so that is only logged."""
+        try:
+            self._store.set(f"{self._attempt}/{key}", value)
+        except RuntimeError as error:
+            logger.warning("torchrun's store is gone, %s was not told: %s", key, error)
 
     def read(self, key: str) -> str | None:
         """The value, or None while nobody published it. RuntimeError of torch when the store is gone."""
@@ -66,14 +72,20 @@ class Rendezvous:
         return self._wait(f"{self._attempt}/{key}", timeout)
 
     def goodbye(self) -> None:
-        """Followers: tell the driver that its exit code was read."""
-        self._store.add(f"{self._attempt}/goodbye", 1)
+        """Followers: tell the driver not to wait for them."""
+        try:
+            self._store.add(f"{self._attempt}/goodbye", 1)
+        except RuntimeError as error:
+            logger.info("torchrun's store is gone: %s", error)
 
     def wait_for_goodbyes(self) -> None:
         """Driver: keep the job's store alive until all have read the exit code, or are gone themselves."""
         deadline = time.monotonic() + GOODBYE_SECONDS
-        while self._store.add(f"{self._attempt}/goodbye", 0) < self.seat.world - 1 and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS / 4)
+        try:
+            while self._store.add(f"{self._attempt}/goodbye", 0) < self.seat.world - 1 and time.monotonic() < deadline:
+                time.sleep(POLL_SECONDS / 4)
+        except RuntimeError as error:
+            logger.warning("torchrun's store is gone: %s", error)
 
     def _greet(self, timeout: float) -> str:
         word = secrets.token_hex(8)
@@ -125,7 +137,7 @@ def node_address(meeting: Rendezvous, timeout: float) -> str:
     """
     seat = meeting.seat
     own = address_towards(seat.master)
-    meeting.publish(f"address/{seat.node}", own)
+    meeting.tell(f"address/{seat.node}", own)
     if seat.node == 0 and own.startswith("127."):
         others = [meeting.wait(f"address/{node}", timeout) for node in range(1, seat.nodes)]
         outside = [other for other in others if not other.startswith("127.")]

@@ -102,7 +102,7 @@ class Watch:
 
     def kill(self) -> None:
         """End all processes of the group."""
-        for actor in self.actors:
+        for actor in self.actors if ray.is_initialized() else ():
             ray.kill(actor, no_restart=True)
         self._open = []
         _watches.discard(self)

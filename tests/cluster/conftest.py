@@ -1,15 +1,16 @@
-"""One Ray instance for all tests of this folder that need it."""
+"""One cluster for all tests of this folder that need Ray."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
-import ray
+
+from hybridflow.cluster.bootstrap import Cluster, cluster_session
+from hybridflow.config.schema import ClusterConfig
 
 
-@pytest.fixture(scope="session")
-def ray_cluster() -> Iterator[None]:
-    ray.init(num_cpus=2, num_gpus=0, include_dashboard=False, log_to_driver=False, logging_level="ERROR", object_store_memory=200 << 20)
-    yield
-    ray.shutdown()
+@pytest.fixture(scope="package")
+def ray_cluster() -> Iterator[Cluster]:
+    with cluster_session(ClusterConfig(device="cpu", ranks_per_node=2, object_store_gib=0.2)) as cluster:
+        yield cluster

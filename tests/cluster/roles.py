@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import signal
 import time
@@ -122,3 +123,14 @@ class Faulty:
     def stall(self, bad: int, seconds: float = 600.0) -> None:
         if self.context.rank == bad:
             time.sleep(seconds)
+
+
+class Segment:
+    """Holds a named shared-memory segment, as NCCL and vLLM do; whoever kills the process has to remove it."""
+
+    def __init__(self, context: WorkerContext, name: str) -> None:
+        self.path = f"/dev/shm/{name}-{context.rank}"
+        with open(self.path, "wb") as file:
+            file.truncate(4096)
+        self.file = open(self.path, "rb")
+        self.map = mmap.mmap(self.file.fileno(), 4096, prot=mmap.PROT_READ)

@@ -1,0 +1,149 @@
+"""Whole jobs in processes of their own: exit codes, and nothing left behind however they end."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+JOB = str(Path(__file__).with_name("job.py"))
+START_SECONDS = 150.0
+END_SECONDS = 60.0
+
+
+@dataclass
+class Jobs:
+    """Processes of one test; every one of their descendants carries the name in its environment."""
+
+    name: str
+    folder: str
+    started: list[subprocess.Popen] = field(default_factory=list)
+
+    def start(self, *command: str) -> subprocess.Popen:
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "TORCHELASTIC_"))}
+        environment |= {"HF_TEST_JOB": self.name, "TMPDIR": self.folder, "OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+        self.started.append(process)
+        return process
+
+    def torchrun(self, *arguments: str) -> subprocess.Popen:
+        return self.start("-m", "torch.distributed.run", *arguments)
+
+    def processes(self) -> dict[int, str]:
+        """Living processes of this test: id -> command line."""
+        found = {}
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try:
+                    if f"HF_TEST_JOB={self.name}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+                        found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:100]
+                except OSError:
+                    continue
+        return found
+
+    def assert_nothing_left(self, seconds: float = 30.0) -> None:
+        """A guardian whose driver was killed needs a moment."""
+        deadline = time.monotonic() + seconds
+        while self.processes() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert self.processes() == {}
+        assert not list(Path(self.folder).glob("hf-*"))
+        assert not list(Path("/dev/shm").glob(f"{self.name}*"))
+
+
+@pytest.fixture
+def jobs() -> Iterator[Jobs]:
+    folder = tempfile.mkdtemp(prefix="hft-", dir="/tmp")
+    jobs = Jobs(f"hft{secrets.token_hex(4)}", folder)
+    yield jobs
+    for pid in jobs.processes():
+        os.kill(pid, signal.SIGKILL)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def until_ready(process: subprocess.Popen) -> float:
+    """Seconds the cluster took, from the job's READY line."""
+    lines = []
+    for line in process.stdout:
+        if line.startswith("READY"):
+            return float(line.split()[1])
+        lines.append(line)
+    raise AssertionError("the job ended before it was ready:\n" + "".join(lines))
+
+
+def end(process: subprocess.Popen) -> tuple[int, str]:
+    """(exit code, remaining output)."""
+    text, _ = process.communicate(timeout=START_SECONDS + END_SECONDS)
+    return process.returncode, text
+
+
+def test_plain_python_ends_with_code_0(jobs: Jobs) -> None:
+    process = jobs.start(JOB, "succeed")
+    code, text = end(process)
+    assert code == 0, text
+    assert [line for line in text.splitlines() if not line.startswith("READY")] == []  # no noise of Ray on the console
+    jobs.assert_nothing_left(seconds=0.5)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals_end_everything(jobs: Jobs, number: signal.Signals, code: int) -> None:
+    process = jobs.start(JOB, "idle")
+    until_ready(process)
+    process.send_signal(number)
+    found, text = end(process)
+    assert found in (code, -number), text  # Python ends by the signal itself after Ctrl-C
+    jobs.assert_nothing_left(seconds=0.5)
+
+
+def test_a_killed_driver_takes_everything_along(jobs: Jobs) -> None:
+    process = jobs.start(JOB, "sleep")
+    until_ready(process)
+    assert len(list(Path("/dev/shm").glob(f"{jobs.name}*"))) == 2
+    process.kill()
+    assert end(process)[0] == -signal.SIGKILL
+    jobs.assert_nothing_left()
+
+
+def test_a_failing_worker_ends_the_job_with_its_error(jobs: Jobs) -> None:
+    process = jobs.start(JOB, "worker_fails")
+    code, text = end(process)
+    assert code == 1 and "ERROR WorkerNumericsError: faulty rank 1" in text, text
+    jobs.assert_nothing_left(seconds=0.5)
+
+
+def test_torchrun_with_two_processes_and_a_failing_driver(jobs: Jobs) -> None:
+    process = jobs.torchrun("--standalone", "--nproc-per-node=2", JOB, "driver_fails")
+    code, text = end(process)
+    assert code != 0 and text.count("ERROR ConfigError: the driver found a problem") == 1, text
+    jobs.assert_nothing_left()
+
+
+def test_torchrun_and_sigterm(jobs: Jobs) -> None:
+    process = jobs.torchrun("--standalone", "--nproc-per-node=1", JOB, "idle")
+    until_ready(process)
+    process.send_signal(signal.SIGTERM)
+    assert end(process)[0] != 0
+    jobs.assert_nothing_left()
+
+
+@pytest.mark.parametrize(("mode", "good"), [("succeed", True), ("driver_fails", False)])
+def test_two_nodes_on_one_machine(jobs: Jobs, mode: str, good: bool) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = ("--nnodes=2", "--nproc-per-node=2", "--master-addr=127.0.0.1", f"--master-port={port}")
+    agents = [jobs.torchrun(*common, f"--node-rank={node}", JOB, mode, "2") for node in (0, 1)]
+    for code, text in [end(agent) for agent in agents]:
+        assert (code == 0) == good, text
+    jobs.assert_nothing_left()
