@@ -101,6 +101,7 @@ class HybridWorker(BaseWorker):
         parallel_state._DP = make(singles, self.local_rank, backend, group_name="dp")
 
 
+GROUPS = tuple(name for name in ("_TP", "_ETP", "_DCP", "_PCP", "_PP", "_DP") if hasattr(parallel_state, name))  # no _ETP in 0.25
 WORKER = f"{HybridWorker.__module__}.{HybridWorker.__qualname__}"
 
 
@@ -144,6 +145,7 @@ class VllmBridge:
         self.settings = settings
         self.can_sleep = not current_platform.is_cpu()
         self.engine = LLMEngine.from_engine_args(_engine_args(settings, self.can_sleep), usage_context=UsageContext.LLM_CLASS)
+        self._groups = {name: getattr(parallel_state, name) for name in GROUPS}
         self._count = 0
         self._check_head_size()
 
@@ -152,10 +154,9 @@ class VllmBridge:
         return dict(self.engine.model_executor.driver_worker.worker.model_runner.get_model().named_parameters())
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Response]:
-        """Answer all requests, in their order. Every rank of a group must pass the same requests.
-
-        Raises PhaseError when it does not.
-        """
+        """Answer all requests, in their order. Every rank of a group must pass the same requests (see `same_in_group`)."""
+        for name, group in self._groups.items():  # another engine of this process may have set its own
+            setattr(parallel_state, name, group)
         with _eager_kernels():
             ids = [self._add(request, sampling) for request in requests]
             finished = self._drain(len(ids))
@@ -163,7 +164,7 @@ class VllmBridge:
 
     def same_in_group(self, digest: int) -> bool:
         """Whether all ranks of this rank's generation group pass the same number."""
-        group = parallel_state.get_tp_group()
+        group = self._groups["_TP"]
         if group.world_size == 1:
             return True
         span = torch.tensor([digest, -digest], dtype=torch.int64)

@@ -74,7 +74,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
         yield Ranks(pool, paths)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def single(ranks: Ranks) -> str:
     """An engine per rank, with the first checkpoint of the Llama family as version 0."""
     ranks.start("llama1", "llama", 1)
@@ -236,6 +236,8 @@ def test_generating_before_a_sync_and_unequal_prompts_in_a_replica_are_refused(r
     early = ranks.pool.run(on_ranks.generate_error, "llama2", prompts, OPTIONS)
     assert all(m.startswith("PhaseError: generate needs phase 'generate', but the worker is in phase 'train'") for m in early)
     ranks.sync("llama2", "llama", 0, 0)
+    check_against_hf(AutoModelForCausalLM.from_pretrained(ranks.paths["llama", 0], dtype=torch.float32),
+                     ranks.generate("llama2", prompts)[0], 1.0)  # with its own groups, whatever engines came up since
     messages = ranks.pool.run(on_ranks.different_prompts, "llama2", prompts, OPTIONS)
     assert all("were given different prompts" in m for m in messages), messages
     assert ranks.pool.run(on_ranks.generate_error, "llama2", prompts, OPTIONS) == ["no error"] * 4
