@@ -10,6 +10,7 @@ import torch.distributed as dist
 from hybridflow.config.layout import Coordinates, Layout
 from hybridflow.engine import compat  # noqa: F401  (before megatron)
 from hybridflow.engine.device import Device
+from hybridflow.errors import ConfigError
 
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -43,7 +44,7 @@ def init_parallel(layout: Layout, device: Device, timeout: float = 600.0) -> Par
     """Create Megatron's groups for `layout` over the default process group; `timeout` in seconds, for their collectives.
 
     Called again with the same layout it returns what exists. Raises RuntimeError without an initialised world, with another
-    layout (re-creating groups slows Megatron down and can fail), or when the sizes disagree.
+    layout (re-creating groups slows Megatron down and can fail), or when the sizes disagree; ConfigError for CPU ranks that see a GPU.
     """
     global _current
     if _current is not None:
@@ -54,6 +55,8 @@ def init_parallel(layout: Layout, device: Device, timeout: float = 600.0) -> Par
         raise RuntimeError("torch.distributed is not initialised; call init_process_group before init_parallel")
     if dist.get_world_size() != layout.world:
         raise RuntimeError(f"the layout is for {layout.world} ranks, the process group has {dist.get_world_size()}")
+    if device.is_cuda == compat.CPU_SHIM:
+        raise ConfigError("cluster.device=cpu on a machine with GPUs: hide them with CUDA_VISIBLE_DEVICES= so that Megatron runs on the CPU")
     device.activate()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
