@@ -178,7 +178,9 @@ def deep_and_closed_folders(arena: Arena) -> None:
         "import os\nos.mkdir('closed'); open('closed/file', 'w').close(); os.mkdir('closed/in'); os.chmod('closed', 0)\n"
         "os.symlink('/', 'link')\nfor _ in range(1500): os.mkdir('deeper'); os.chdir('deeper')"
     )
-    expect(arena.run(code), Status.OK)
+    result = arena.run(code + "\nimport time; time.sleep(1)")
+    # What the supervisor cannot look into may hold anything; a private root has its size from the kernel.
+    expect(result, Status.OK if "private_root" in result.layers else Status.KILLED)
 
 
 @attack

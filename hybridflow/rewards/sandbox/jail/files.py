@@ -78,14 +78,16 @@ def _mount_proc(target: str) -> None:
 
 
 def used(folder: str, limit: int) -> bool:
-    """Whether the files below `folder` take more than `limit` bytes or are more than MAX_ENTRIES."""
+    """Whether the files below `folder` take more than `limit` bytes, are more than MAX_ENTRIES, or hide from being counted."""
     total = entries = 0
     pending = [folder]
     while pending:
         try:
             found = list(itertools.islice(os.scandir(pending.pop()), MAX_ENTRIES + 1))
+        except FileNotFoundError:
+            continue  # removed meanwhile
         except OSError:
-            continue  # removed meanwhile, or a path too long to name: those count as entries of their parents
+            return True  # a folder without rights, or deeper than a path name reaches
         for entry in found:
             entries += 1
             if entries > MAX_ENTRIES:
@@ -103,7 +105,7 @@ def used(folder: str, limit: int) -> bool:
 def remove_tree(folder: str) -> None:
     """Removes a folder whatever was made in it: trees deeper than a path name or a recursion may be, folders without rights."""
     names = (f"{os.urandom(8).hex()}" for _ in itertools.count())
-    while os.path.isdir(folder):
+    while os.path.isdir(folder) and not os.path.islink(folder):
         for entry in os.scandir(folder):
             if not entry.is_dir(follow_symlinks=False):
                 os.unlink(entry.path)
