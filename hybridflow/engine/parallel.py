@@ -56,7 +56,7 @@ def init_parallel(layout: Layout, device: Device, timeout: float = 600.0) -> Par
     if dist.get_world_size() != layout.world:
         raise RuntimeError(f"the layout is for {layout.world} ranks, the process group has {dist.get_world_size()}")
     if device.is_cuda == compat.CPU_SHIM:
-        raise ConfigError("cluster.device=cpu on a machine with GPUs: hide them with CUDA_VISIBLE_DEVICES= so that Megatron runs on the CPU")
+        raise ConfigError("cluster.device=cpu on a machine with GPUs: hide them (CUDA_VISIBLE_DEVICES=), or Megatron would use them")
     device.activate()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
