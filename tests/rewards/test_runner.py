@@ -224,7 +224,7 @@ def test_no_response_is_no_work() -> None:
 
 
 @pytest.mark.parametrize(("name", "message"), [
-    ("tests.rewards.functions:absent", r"has no function 'absent'; it has \['Scorer'"),
+    ("tests.rewards.functions:absent", r"has no function 'absent'; it has \['ArrayLike', 'Scorer'"),
     ("tests.rewards.functions:NOT_CALLABLE", "has no function"),
     ("tests.rewards.absent:f", "cannot import tests.rewards.absent"), ("no_colon", "must be package.module:name or path/file.py:name"),
     ("absent/file.py:f", "there is no file"), ("tests.rewards.broken:f", "(?s)importing it raised.*this module cannot be imported"),
