@@ -37,6 +37,8 @@ from hybridflow.config.schema import ClusterConfig
 from hybridflow.errors import ConfigError, WorkerError
 
 logger = logging.getLogger(__name__)
+NODES_STOP_SECONDS = 15.0  # the driver waits so long for the other nodes to have ended Ray
+GOODBYE_SECONDS = 20.0  # and so long for the other processes to have read its exit code
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
@@ -116,7 +118,7 @@ def job_session(config: ClusterConfig) -> Iterator[Job]:
             if meeting:
                 with _signals_wait():
                     meeting.tell("exit", str(code))
-                    meeting.wait_for_goodbyes()
+                    meeting.wait_for_count("goodbye", meeting.seat.world - 1, GOODBYE_SECONDS)
 
 
 @contextlib.contextmanager
@@ -131,7 +133,6 @@ def _ray(config: ClusterConfig, meeting: Rendezvous | None) -> Iterator[None]:
     """Ray, connected: the cluster of RAY_ADDRESS, or one of the job's own."""
     existing = os.environ.get("RAY_ADDRESS")
     with contextlib.ExitStack() as undo:
-        undo.enter_context(_on_exit(lambda: meeting and meeting.tell("ending", "1")))
         if existing:
             undo.enter_context(_on_exit(ray.shutdown))
             _connect(existing)
@@ -141,7 +142,7 @@ def _ray(config: ClusterConfig, meeting: Rendezvous | None) -> Iterator[None]:
             address = node_address(meeting, config.start_timeout_seconds) if meeting else "127.0.0.1"
             node = RayNode(None, address=address, token=token, gpus=config.device != "cpu", object_store_gib=config.object_store_gib)
             undo.enter_context(_on_exit(node.stop))
-            undo.enter_context(_on_exit(ray.shutdown))
+            undo.enter_context(_on_exit(lambda: _disconnect(node, meeting)))
             head = node.wait_for_address(config.start_timeout_seconds)
             if meeting:
                 meeting.tell("ray", f"{head} {token}")
@@ -149,6 +150,15 @@ def _ray(config: ClusterConfig, meeting: Rendezvous | None) -> Iterator[None]:
             if meeting:
                 _wait_for_nodes(meeting, node, config.start_timeout_seconds)
         yield
+
+
+def _disconnect(node: RayNode, meeting: Rendezvous | None) -> None:
+    """Leave Ray: the other nodes first, because leaving ends workers before their guardian has seen what they hold."""
+    if meeting:
+        meeting.tell("ending", "1")
+        meeting.wait_for_count("stopped", meeting.seat.nodes - 1, NODES_STOP_SECONDS)
+    node.note_segments()
+    ray.shutdown()
 
 
 def _connect(address: str) -> None:
@@ -183,6 +193,7 @@ def _follow(meeting: Rendezvous, config: ClusterConfig) -> int:
         if node:
             with _signals_wait():
                 node.stop()
+                meeting.count("stopped")
         return int(meeting.wait("exit", config.start_timeout_seconds))
     except WorkerError as error:
         meeting.tell(f"failed/{meeting.seat.node}", str(error))
@@ -195,7 +206,7 @@ def _follow(meeting: Rendezvous, config: ClusterConfig) -> int:
         with _signals_wait():
             if node:
                 node.stop()
-            meeting.goodbye()
+            meeting.count("goodbye")
 
 
 def _join(meeting: Rendezvous, config: ClusterConfig) -> RayNode | None:

@@ -3,7 +3,9 @@
 Run as a script with [Ray command, folder, parent's process id] as JSON in argv[1]. It lives in a session of its own, so no
 Ctrl-C reaches it, and adopts every orphan below it (Linux sub-reaper). When its parent dies, closes the pipe on stdin, or
 Ray ends by itself, it kills all descendants, removes the shared-memory segments they had open and the folder, and exits:
-0 if it was asked to end, 1 if Ray ended by itself. Only the standard library: it must start at once and cost nothing.
+0 if it was asked to end, 1 if Ray ended by itself. A byte on stdin makes it note the segments at once, and is answered
+with the same byte: for a parent about to disconnect, which ends workers that hold some.
+Only the standard library: it must start at once and cost nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import time
 
 PR_SET_CHILD_SUBREAPER = 36
 POLL_SECONDS = 0.2
-SEGMENT_SECONDS = 5.0  # how often open shared-memory segments are noted, in case their owner dies before the end
+SEGMENT_SECONDS = 1.0  # how often open shared-memory segments are noted, in case their owner dies before the end
 KILL_SECONDS = 20.0
 SHARED_MEMORY = "/dev/shm/"
 
@@ -97,13 +99,15 @@ def watch(ray: subprocess.Popen, parent: int) -> tuple[bool, set[str]]:
     noted = time.monotonic()
     while True:
         readable, _, _ = select.select([sys.stdin], [], [], POLL_SECONDS)
-        if readable or os.getppid() != parent:
+        word = os.read(sys.stdin.fileno(), 1) if readable else None
+        if word == b"" or os.getppid() != parent:
             return False, seen
         if ray.poll() is not None:
             return True, seen
-        if time.monotonic() - noted > SEGMENT_SECONDS:
+        if word or time.monotonic() - noted > SEGMENT_SECONDS:
             seen |= segments(descendants(os.getpid()))
             noted = time.monotonic()
+            os.write(sys.stdout.fileno(), word or b"")
 
 
 def main() -> int:

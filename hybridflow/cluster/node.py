@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import select
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -13,10 +16,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hybridflow.cluster import guardian
+from hybridflow.cluster.rendezvous import of_torchrun
 from hybridflow.errors import WorkerError
 
+logger = logging.getLogger(__name__)
 SOCKET_FOLDER = "/tmp"  # Ray's unix sockets lie below it: paths longer than 107 bytes cannot be bound
 LONGEST_FOLDER = 24
+NOTE_SECONDS = 5.0
 STOP_SECONDS = guardian.KILL_SECONDS + 10.0
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -35,19 +41,18 @@ class RayNode:
     def __init__(self, head_address: str | None, *, address: str, token: str, gpus: bool, object_store_gib: float) -> None:
         base = tempfile.gettempdir() if len(tempfile.gettempdir()) <= LONGEST_FOLDER else SOCKET_FOLDER
         self.folder = Path(tempfile.mkdtemp(prefix="hf-", dir=base))
-        where = ["--address", head_address] if head_address else ["--head", "--port=0"]
+        where = ["--address", head_address] if head_address else ["--head", "--port=0", "--include-dashboard=false", f"--ray-client-server-port={_free_port()}"]
         cores = len(os.sched_getaffinity(0))
         command = [
             sys.executable, "-m", "ray.scripts.scripts", "start", *where, f"--node-ip-address={address}", f"--temp-dir={self.folder}",
             f"--num-cpus={cores}", *([] if gpus else ["--num-gpus=0"]), f"--object-store-memory={int(object_store_gib * 2**30)}",
-            "--include-dashboard=false", "--include-log-monitor=false", "--disable-usage-stats", "--block",
+            "--include-log-monitor=false", "--disable-usage-stats", "--block",
         ]  # fmt: skip
-        environment = {**os.environ, **QUIET, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
-        for name in ("RAY_ADDRESS", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-            environment.pop(name, None)
-        self._guardian = subprocess.Popen(
+        inherited = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS" and not of_torchrun(name)}
+        environment = {**inherited, **QUIET, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+        self._guardian: subprocess.Popen = subprocess.Popen(
             [sys.executable, guardian.__file__, json.dumps([command, str(self.folder), os.getpid()])],
-            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True, env=environment,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, env=environment,
         )  # fmt: skip
 
     def wait_for_address(self, timeout: float) -> str:
@@ -64,9 +69,20 @@ class RayNode:
         if self.ended():
             raise WorkerError(f"Ray on this node ended; the end of its log:\n{self._log_tail()}", role="ray", verb="start")
 
+    def note_segments(self) -> None:
+        """Note the shared memory that processes hold now, to be removed by `stop` even if they end before."""
+        if self.ended():
+            return
+        try:
+            self._guardian.stdin.write(b"n")
+            self._guardian.stdin.flush()
+            select.select([self._guardian.stdout], [], [], NOTE_SECONDS)
+        except BrokenPipeError:
+            logger.info("the guardian of %s ended meanwhile", self.folder)
+
     def stop(self) -> None:
         """End every process of Ray on this node, its workers included, and remove its files."""
-        if self._guardian.poll() is None:
+        if not self.ended():
             self._guardian.stdin.close()
             try:
                 self._guardian.wait(STOP_SECONDS)
@@ -86,3 +102,9 @@ class RayNode:
     def _log_tail(self) -> str:
         file = self.folder / "ray_start.log"
         return "\n".join(file.read_text(errors="replace").splitlines()[-20:]) if file.exists() else ""
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]

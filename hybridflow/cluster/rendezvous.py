@@ -18,8 +18,13 @@ from hybridflow.errors import WorkerError
 
 logger = logging.getLogger(__name__)
 POLL_SECONDS = 0.2
-GOODBYE_SECONDS = 20.0  # the driver waits so long for the others to read its exit code
 KEYS = "hybridflow"
+
+
+def of_torchrun(name: str) -> bool:
+    """Whether torchrun sets this variable for its processes; workers form a world of their own and must not see it."""
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "ROLE_NAME", "OMP_NUM_THREADS")
+    return name in names or name.startswith(("TORCHELASTIC_", "GROUP_", "ROLE_"))
 
 
 @dataclass(frozen=True)
@@ -71,18 +76,18 @@ class Rendezvous:
     def wait(self, key: str, timeout: float) -> str:
         return self._wait(f"{self._attempt}/{key}", timeout)
 
-    def goodbye(self) -> None:
-        """Followers: tell the driver not to wait for them."""
+    def count(self, key: str) -> None:
+        """Followers: one more process has passed the point `key`."""
         try:
-            self._store.add(f"{self._attempt}/goodbye", 1)
+            self._store.add(f"{self._attempt}/{key}", 1)
         except RuntimeError as error:
             logger.info("torchrun's store is gone: %s", error)
 
-    def wait_for_goodbyes(self) -> None:
-        """Driver: keep the job's store alive until all have read the exit code, or are gone themselves."""
-        deadline = time.monotonic() + GOODBYE_SECONDS
+    def wait_for_count(self, key: str, number: int, seconds: float) -> None:
+        """Driver: until `number` processes have passed the point `key`; some may be gone, so not for ever."""
+        deadline = time.monotonic() + seconds
         try:
-            while self._store.add(f"{self._attempt}/goodbye", 0) < self.seat.world - 1 and time.monotonic() < deadline:
+            while self._store.add(f"{self._attempt}/{key}", 0) < number and time.monotonic() < deadline:
                 time.sleep(POLL_SECONDS / 4)
         except RuntimeError as error:
             logger.warning("torchrun's store is gone: %s", error)

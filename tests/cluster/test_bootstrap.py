@@ -110,6 +110,7 @@ def test_a_killed_driver_takes_everything_along(jobs: Jobs) -> None:
     process = jobs.start(JOB, "sleep")
     until_ready(process)
     assert len(list(Path("/dev/shm").glob(f"{jobs.name}*"))) == 2
+    time.sleep(2.0)  # the guardian notes shared memory once a second
     process.kill()
     assert end(process)[0] == -signal.SIGKILL
     jobs.assert_nothing_left()
