@@ -6,6 +6,7 @@
       metrics.jsonl                one line per step
       rollouts/step_000012.jsonl   sampled rollouts of a step
       checkpoint/                  the last weights as a Hugging Face model
+      logs/                        output of each worker process
       curves.png, curves.html
 """
 
@@ -51,6 +52,7 @@ class RunFolder:
         self.metrics = root / "metrics.jsonl"
         self.rollouts = root / "rollouts"
         self.checkpoint = root / "checkpoint"
+        self.logs = root / "logs"
         self.curves_png = root / "curves.png"
         self.curves_html = root / "curves.html"
         self._unlock: weakref.finalize | None = None
@@ -80,6 +82,7 @@ class RunFolder:
                 )
             run._clear()
         run.rollouts.mkdir()
+        run.logs.mkdir()
         run.config.write_text(config_text, encoding="utf-8")
         now = time.time()
         run._write_status(Status("running", started=now, updated=now, host=socket.gethostname(), pid=os.getpid()))
@@ -135,7 +138,7 @@ class RunFolder:
             self._unlock()
 
     def _clear(self) -> None:
-        for path in (self.rollouts, self.checkpoint):
+        for path in (self.rollouts, self.checkpoint, self.logs):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:

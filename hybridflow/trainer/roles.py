@@ -27,10 +27,10 @@ class Roles:
         if uses_reference(config):
             kl = functools.partial(kl_estimate, estimator=config.algorithm.kl_estimator)
             roles["reference"] = (ReferenceWorker, {"config": config, "kl": kl})
-        self.groups = [WorkerGroup(cluster.pool, roles, layout=prepared.layout, generation=prepared.generation)]
+        self.groups: list[WorkerGroup] = [cluster.worker_group(roles, layout=prepared.layout, generation=prepared.generation, name="actor")]
         if generates(config):
-            pool = ResourcePool([1], device="cpu")
-            self.groups.append(WorkerGroup(pool, {"reward": (RewardWorker, {"config": config})}, layout=Layout(1)))
+            reward = {"reward": (RewardWorker, {"config": config})}
+            self.groups.append(cluster.worker_group(reward, layout=Layout(1), pool=ResourcePool([1], device="cpu"), name="reward"))
         self.actor = self.groups[0].role("actor")
         self.reference: RoleHandle | None = self.groups[0].role("reference") if "reference" in roles else None
         self.reward: RoleHandle | None = self.groups[1].role("reward") if len(self.groups) > 1 else None

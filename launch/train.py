@@ -1,0 +1,45 @@
+"""Trains a model: SFT or reinforcement learning, on one machine or many.
+
+    torchrun --nproc-per-node=1 launch/train.py actor.model.path=FOLDER data.train_files=prompts.jsonl reward.function=my_rewards:score
+
+Exit code 0: every step was done. 2: settings, data or model cannot work (nothing was started). 1: the run failed.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from hybridflow.config.help import help_text
+from hybridflow.config.load import LoadedConfig, load_config
+from hybridflow.errors import HybridFlowError
+
+
+def main(arguments: list[str]) -> int:
+    try:
+        loaded = load_config(arguments)
+        if loaded.help:
+            print(help_text("torchrun --nproc-per-node=1 launch/train.py", __doc__.splitlines()[0]), end="")
+            return 0
+        if loaded.print_config:
+            print(loaded.text, end="")
+            return 0
+        return train(loaded)
+    except HybridFlowError as error:
+        print("\n".join(f"✗ {line}" for line in str(error).splitlines()), file=sys.stderr, flush=True)
+        return error.EXIT_CODE
+
+
+def train(loaded: LoadedConfig) -> int:
+    """The run, in the driver; the job's other processes wait in job_session and leave with the driver's exit code."""
+    from hybridflow.cluster.bootstrap import job_session  # Ray and torch load slowly: settings are read before
+    from hybridflow.observe.logs import setup_logging
+    from hybridflow.trainer.run import run
+
+    setup_logging()
+    with job_session(loaded.config.cluster) as job:
+        run(loaded, job)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
