@@ -29,7 +29,7 @@ setup(
         "gpu": [PINS["torch-gpu"], PINS["vllm-gpu"]],
         "te": ["transformer-engine[pytorch]==2.20.2"],
         "loggers": ["wandb", "tensorboard", "mlflow"],
-        "tasks": [PINS["math-verify"], "reasoning-gym", "gguf", "accelerate"],
+        "tasks": [PINS["math-verify"], "reasoning-gym", "gguf", "accelerate", "jsonschema>=4.23", "referencing"],
         "dev": ["pytest>=8", "pytest-timeout", "hypothesis", "ruff", "psutil"],
     },
 )

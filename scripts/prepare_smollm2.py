@@ -58,6 +58,7 @@ def convert(gguf: Path, out: Path) -> None:
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config  # the written weights are plain
     model.config._name_or_path = ""
+    tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"  # GGUF readers of some transformers releases take <|im_start|>
     check_tokenizer(tokenizer)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if parameters != 134_515_008 or not model.config.tie_word_embeddings:

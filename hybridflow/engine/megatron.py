@@ -77,7 +77,7 @@ class MegatronEngine:
     def load(self, path: str) -> None:
         """Read this rank's slices of a Hugging Face safetensors checkpoint. Raises ModelError when tensors are missing or misshaped."""
         with torch.no_grad():
-            load_shards(path, self.shard_parameters(), self.parameters())
+            load_shards(path, self.shard_parameters(), self.parameters(), expected=self.weights.logical)
         self.weights_changed()
 
     def weights_changed(self) -> None:

@@ -76,9 +76,8 @@ class Journal:
             self.console.samples("before training:", self.first)
             self.console.samples(f"after {steps} steps:", self.last)
         self.folder.finish(steps)
-        self.console.finish(f"finished: {steps} steps", {
-            "run folder": self.folder.root, "curves": curves[0], "model": self.folder.checkpoint if self.folder.checkpoint.exists() else "not saved",
-        })
+        model = self.folder.checkpoint if self.folder.checkpoint.exists() else "not saved (trainer.save_final=false)"
+        self.console.finish(f"finished: {steps} steps", {"run folder": self.folder.root, "curves": curves[0], "model": model})
 
     def fail(self, reason: str) -> None:
         """A bad end: status, and curves of what was done."""

@@ -62,7 +62,8 @@ class Trainer:
         output = self.prepared.algorithm.step(self.flow, prompts)
         samples = self.journal.sample_rollouts(step, output.batch, prompts) if self.rl else []
         metrics |= output.metrics | self.timer.finish_step()
-        metrics["tokens_per_second"] = prompt_and_response_tokens(output.batch) / (metrics["seconds/total"] - metrics.get("seconds/validate", 0.0))
+        seconds = metrics["seconds/total"] - metrics.get("seconds/validate", 0.0)
+        metrics["tokens_per_second"] = prompt_and_response_tokens(output.batch) / seconds
         self._check(step, metrics, output)
         self.history.append(metrics)
         self.journal.step(step, metrics, samples)
@@ -100,6 +101,9 @@ class Trainer:
         if self.config.trainer.save_final:
             started = time.perf_counter()
             self.roles.actor.export(str(self.journal.folder.checkpoint)).get()
+            model = self.config.actor.model
+            if model.tokenizer_path or model.chat_template:  # what the run tokenized with goes along, not what came with the weights
+                self.prepared.tokenizer.save_pretrained(self.journal.folder.checkpoint)
             logger.info("weights of step %d written to %s in %.1f s", steps, self.journal.folder.checkpoint, time.perf_counter() - started)
 
     def _check(self, step: int, metrics: dict[str, float], output: StepOutput) -> None:

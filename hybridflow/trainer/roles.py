@@ -23,7 +23,8 @@ class Roles:
     def __init__(self, prepared: Prepared, cluster: Cluster) -> None:
         config, algorithm = prepared.config, prepared.algorithm
         actor = ActorRolloutWorker if generates(config) else ActorWorker
-        roles = {"actor": (actor, {"config": config, "loss": algorithm.token_loss(config.algorithm), "total_steps": prepared.optimizer_steps})}
+        loss = algorithm.token_loss(config.algorithm)
+        roles = {"actor": (actor, {"config": config, "loss": loss, "total_steps": prepared.optimizer_steps})}
         if uses_reference(config):
             kl = functools.partial(kl_estimate, estimator=config.algorithm.kl_estimator)
             roles["reference"] = (ReferenceWorker, {"config": config, "kl": kl})

@@ -9,9 +9,8 @@ from hybridflow.config.schema import Config, ModelConfig, OptimizerConfig
 from hybridflow.engine.device import Device
 from hybridflow.engine.megatron import MegatronEngine
 from hybridflow.models.settings import read_hf_config
-from hybridflow.models.weight_map import weight_map
 from hybridflow.reshard.execute import Resharder
-from hybridflow.reshard.plan import plan
+from hybridflow.reshard.hybrid import hybrid_plan
 from hybridflow.rollout.engine import RolloutEngine
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -42,9 +41,6 @@ def build_rollout(context: WorkerContext, config: Config) -> RolloutEngine:
 
 def build_resharder(context: WorkerContext, config: Config, engine: MegatronEngine, rollout: RolloutEngine) -> Resharder:
     """Moves the trainer's weights into the rollout engine; the plan is the same on every rank."""
-    weights = weight_map(read_hf_config(config.actor.model.path))
-    generation = context.generation
-    sources = [weights.megatron(context.layout, rank) for rank in range(context.world)]
-    targets = [weights.vllm(generation.tp, generation.position(rank)[1]) for rank in range(context.world)]
-    transfer = plan(sources, targets, node_of=context.node_of)
-    return Resharder(transfer, context.rank, engine.parameters(), rollout.parameters(), group=None, bucket_bytes=config.rollout.bucket_mib << 20)
+    transfer = hybrid_plan(engine.weights, context.layout, context.generation, node_of=context.node_of)
+    return Resharder(transfer, context.rank, engine.parameters(), rollout.parameters(), group=None,
+                     bucket_bytes=config.rollout.bucket_mib << 20)

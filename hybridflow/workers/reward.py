@@ -21,7 +21,10 @@ class RewardWorker:
 
     @register(Protocol.DP)
     def compute_reward(self, batch: Batch, *, texts: dict[int, str], columns: dict[int, dict[str, Any]]) -> tuple[Batch, dict[str, float]]:
-        """Adds reward [B] float32, and what the function and its runner counted. `texts`, `columns`: prompt text and the other data columns of each prompt_id."""
+        """Adds reward [B] float32, and what the function and its runner counted.
+
+        texts, columns: prompt text and the other data columns of each prompt_id. Token-level rewards count as their sum.
+        """
         ids, rows = batch["prompt_id"].tolist(), [row.tolist() for row in batch["response_ids"].rows()]
         responses = self.tokenizer.batch_decode(rows, skip_special_tokens=True)
         finish = ["length" if reason == FINISH_LENGTH else "stop" for reason in batch["finish_reason"].tolist()]

@@ -59,7 +59,7 @@ def test_overwrite_removes_the_old_run_and_nothing_else(tmp_path):
         path.write_text("old")
     old.fail("killed")
     new = make(tmp_path, overwrite=True)
-    assert sorted(path.name for path in new.root.iterdir()) == ["config.yaml", "notes.txt", "rollouts", "status.json"]
+    assert sorted(path.name for path in new.root.iterdir()) == ["config.yaml", "logs", "notes.txt", "rollouts", "status.json"]
     assert list(new.rollouts.iterdir()) == []
     assert (new.status().state, new.status().reason) == ("running", "")
 
