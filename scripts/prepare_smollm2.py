@@ -19,7 +19,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedTokenizerBase
 
 TASK = "chain_sum"
-INSTRUCTION = "Calculate {expression}. Reply with the final number only: no words, no equation, no punctuation."
+# One worked turn shows the form: without it the model explains itself, no sampled answer is a bare number, and a strict
+# score has nothing to start from.
+INSTRUCTION = [
+    {"role": "system", "content": "You are a calculator. You reply with a number and nothing else."},
+    {"role": "user", "content": "3 + 4 ="},
+    {"role": "assistant", "content": "7"},
+]
 VAL_SEED = 10_000_000  # reasoning-gym draws item i of a data set from seed + i: far from every training seed
 TRAIN_SEED = 0
 
@@ -94,8 +100,8 @@ def entries(seed: int, size: int, difficulty: dict[str, int], taken: set[str]) -
 def write_rows(path: Path, rows: list[dict[str, Any]] | Iterator[dict[str, Any]]) -> None:
     with path.open("w") as lines:
         for entry in rows:
-            content = INSTRUCTION.format(expression=entry["metadata"]["expression"])
-            row = {"prompt": [{"role": "user", "content": content}], "dataset": TASK, "entry": json.dumps(entry), "answer": entry["answer"]}
+            prompt = [*INSTRUCTION, {"role": "user", "content": f"{entry['metadata']['expression']} ="}]
+            row = {"prompt": prompt, "dataset": TASK, "entry": json.dumps(entry), "answer": entry["answer"]}
             lines.write(json.dumps(row) + "\n")
 
 
