@@ -41,7 +41,8 @@ class RayNode:
     def __init__(self, head_address: str | None, *, address: str, token: str, gpus: bool, object_store_gib: float) -> None:
         base = tempfile.gettempdir() if len(tempfile.gettempdir()) <= LONGEST_FOLDER else SOCKET_FOLDER
         self.folder = Path(tempfile.mkdtemp(prefix="hf-", dir=base))
-        where = ["--address", head_address] if head_address else ["--head", "--port=0", "--include-dashboard=false", f"--ray-client-server-port={_free_port()}"]
+        as_head = ["--head", "--port=0", "--include-dashboard=false", f"--ray-client-server-port={_free_port()}"]
+        where = ["--address", head_address] if head_address else as_head
         cores = len(os.sched_getaffinity(0))
         command = [
             sys.executable, "-m", "ray.scripts.scripts", "start", *where, f"--node-ip-address={address}", f"--temp-dir={self.folder}",

@@ -95,7 +95,6 @@ class Watch:
             for watch in list(_watches):
                 watch._raise_failures()
             if not call.silent():
-                self._open = [other for other in self._open if other is not call]
                 return
             if time.monotonic() >= deadline:
                 self._fail_silent(call, limit)
@@ -136,6 +135,7 @@ class Watch:
         for call in self._open:
             self._absorb(call, 0.0)
         if not self._failures():
+            self._open = [call for call in self._open if call.silent()]
             return
         begun = time.monotonic()
         while any(call.silent() for call in self._open):
