@@ -143,7 +143,7 @@ def _ray(config: ClusterConfig, meeting: Rendezvous | None) -> Iterator[None]:
             node = RayNode(None, address=address, token=token, gpus=config.device != "cpu", object_store_gib=config.object_store_gib)
             undo.enter_context(_on_exit(node.stop))
             undo.enter_context(_on_exit(lambda: _disconnect(node, meeting)))
-            head = node.wait_for_address(config.start_timeout_seconds)
+            head = node.wait_until_up(config.start_timeout_seconds)
             if meeting:
                 meeting.tell("ray", f"{head} {token}")
             _connect(head)
@@ -186,6 +186,8 @@ def _follow(meeting: Rendezvous, config: ClusterConfig) -> int:
     try:
         if meeting.seat.brings_up_ray and not os.environ.get("RAY_ADDRESS"):
             node = _join(meeting, config)
+            if node:
+                node.wait_until_up(config.start_timeout_seconds)
         while meeting.read("exit") is None and (node is None or meeting.read("ending") is None):
             time.sleep(POLL_SECONDS)
             if node and node.ended() and meeting.read("ending") is None:

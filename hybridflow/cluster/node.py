@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from hybridflow.cluster import guardian
@@ -24,43 +23,53 @@ SOCKET_FOLDER = "/tmp"  # Ray's unix sockets lie below it: paths longer than 107
 LONGEST_FOLDER = 24
 NOTE_SECONDS = 5.0
 STOP_SECONDS = guardian.KILL_SECONDS + 10.0
-QUIET = {
+MOST_STARTS = 3
+SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_prestart_worker_first_driver": "0",  # else one idle Python process per core of the node
     "RAY_enable_metrics_collection": "0",
     "RAY_BACKEND_LOG_LEVEL": "warning",
+    "RAY_agent_register_timeout_ms": "120000",  # on a busy machine Ray's helpers take longer than its default of 30 s
+    "RAY_worker_register_timeout_seconds": "180",
 }
 
 
 class RayNode:
-    """One node's Ray processes. head_address None: start the head; else join it.
+    """One node's Ray processes. head_address None: start the head; else join it. `wait_until_up` comes next.
 
     Raises WorkerError, with the end of Ray's own log, when Ray ends while it should run.
     """
 
     def __init__(self, head_address: str | None, *, address: str, token: str, gpus: bool, object_store_gib: float) -> None:
-        base = tempfile.gettempdir() if len(tempfile.gettempdir()) <= LONGEST_FOLDER else SOCKET_FOLDER
-        self.folder = Path(tempfile.mkdtemp(prefix="hf-", dir=base))
         as_head = ["--head", "--port=0", "--include-dashboard=false", f"--ray-client-server-port={_free_port()}"]
-        where = ["--address", head_address] if head_address else as_head
-        cores = len(os.sched_getaffinity(0))
-        command = [
-            sys.executable, "-m", "ray.scripts.scripts", "start", *where, f"--node-ip-address={address}", f"--temp-dir={self.folder}",
-            f"--num-cpus={cores}", *([] if gpus else ["--num-gpus=0"]), f"--object-store-memory={int(object_store_gib * 2**30)}",
-            "--include-log-monitor=false", "--disable-usage-stats", "--block",
+        self._command = [
+            sys.executable, "-m", "ray.scripts.scripts", "start", *(["--address", head_address] if head_address else as_head),
+            f"--node-ip-address={address}", f"--num-cpus={len(os.sched_getaffinity(0))}", *([] if gpus else ["--num-gpus=0"]),
+            f"--object-store-memory={int(object_store_gib * 2**30)}", "--include-log-monitor=false", "--disable-usage-stats", "--block",
         ]  # fmt: skip
         inherited = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS" and not of_torchrun(name)}
-        environment = {**inherited, **QUIET, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
-        self._guardian: subprocess.Popen = subprocess.Popen(
-            [sys.executable, guardian.__file__, json.dumps([command, str(self.folder), os.getpid()])],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, env=environment,
-        )  # fmt: skip
+        self._environment = {**inherited, **SETTINGS, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+        self._starts = 0
+        self._start()
 
-    def wait_for_address(self, timeout: float) -> str:
-        """Address of the head that was started here."""
-        file = self.folder / "ray_current_cluster"
-        self._until(lambda: file.exists() and bool(file.read_text().strip()), timeout, "Ray's head did not come up")
-        return file.read_text().strip()
+    def wait_until_up(self, timeout: float) -> str:
+        """Wait for Ray on this node, and return the address of the cluster's head.
+
+        Ray gives up by itself after half a minute, which a busy machine can take: it is started again while there is time.
+        """
+        deadline = time.monotonic() + timeout
+        while not (address := self._head_address()):
+            if self.ended():
+                if self._starts == MOST_STARTS or time.monotonic() > deadline:
+                    self.check()
+                logger.info("Ray did not start, once more:\n%s", self._log_tail())
+                shutil.rmtree(self.folder, ignore_errors=True)
+                self._start()
+            elif time.monotonic() > deadline:
+                raise WorkerError(f"Ray did not come up within {timeout:.0f} s (cluster.start_timeout_seconds)\n{self._log_tail()}",
+                                  role="ray", verb="start")
+            time.sleep(0.05)
+        return address
 
     def ended(self) -> bool:
         return self._guardian.poll() is not None
@@ -91,14 +100,19 @@ class RayNode:
                 self._guardian.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _until(self, done: Callable[[], bool], timeout: float, complaint: str) -> None:
-        deadline = time.monotonic() + timeout
-        while not done():
-            self.check()
-            if time.monotonic() > deadline:
-                raise WorkerError(f"{complaint} within {timeout:.0f} s (cluster.start_timeout_seconds)\n{self._log_tail()}",
-                                  role="ray", verb="start")
-            time.sleep(0.05)
+    def _start(self) -> None:
+        base = tempfile.gettempdir() if len(tempfile.gettempdir()) <= LONGEST_FOLDER else SOCKET_FOLDER
+        self.folder = Path(tempfile.mkdtemp(prefix="hf-", dir=base))
+        self._starts += 1
+        job = json.dumps([[*self._command, f"--temp-dir={self.folder}"], str(self.folder), os.getpid()])
+        self._guardian: subprocess.Popen = subprocess.Popen(
+            [sys.executable, guardian.__file__, job],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, env=self._environment,
+        )  # fmt: skip
+
+    def _head_address(self) -> str:
+        file = self.folder / "ray_current_cluster"  # Ray writes it on every node, as its last step of starting
+        return file.read_text().strip() if file.exists() else ""
 
     def _log_tail(self) -> str:
         file = self.folder / "ray_start.log"

@@ -145,6 +145,9 @@ def test_two_nodes_on_one_machine(jobs: Jobs, mode: str, good: bool) -> None:
         port = probe.getsockname()[1]
     common = ("--nnodes=2", "--nproc-per-node=2", "--master-addr=127.0.0.1", f"--master-port={port}")
     agents = [jobs.torchrun(*common, f"--node-rank={node}", JOB, mode, "2") for node in (0, 1)]
-    for code, text in [end(agent) for agent in agents]:
+    results = [end(agent) for agent in agents]
+    for code, text in results:
         assert (code == 0) == good, text
+    said = "".join(text for _, text in results)
+    assert said.count("READY") == 1 and said.count("ERROR ConfigError: the driver found a problem") == (0 if good else 1), said
     jobs.assert_nothing_left()
