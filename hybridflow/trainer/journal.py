@@ -28,6 +28,7 @@ class Journal:
         kind = "rl" if generates(prepared.config) else "sft"
         self.console: PlainConsole = make_console(kind, prepared.steps)
         self.metrics = MetricsWriter(folder.metrics)
+        self.ended = False
         self.first: list[Rollout] = []
         self.last: list[Rollout] = []
 
@@ -80,7 +81,10 @@ class Journal:
         self.console.finish(f"finished: {steps} steps", {"run folder": self.folder.root, "curves": curves[0], "model": model})
 
     def fail(self, reason: str) -> None:
-        """A bad end: status, and curves of what was done."""
+        """A bad end. Only the first cause is noted: what fails while the run is taken down follows from it."""
+        if self.ended:
+            return
+        self.ended = True
         self.metrics.close()
         self.console.close()
         self.folder.fail(reason)

@@ -15,7 +15,7 @@ from hybridflow.config.validate import generates
 from hybridflow.data.prompts import PromptDataset
 from hybridflow.data.sampler import PromptSampler
 from hybridflow.data.tokenizer import load_tokenizer
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, RewardError
 from hybridflow.reshard.grouping import generation_layout
 from hybridflow.rewards.check import check_reward_function
 from hybridflow.trainer.check import Report, check
@@ -50,12 +50,20 @@ def prepare(config: Config, world: int) -> Prepared:
     validation = PromptDataset(config.data.val_files, config.data, tokenizer, with_response=not rl) if config.data.val_files else None
     sampler = PromptSampler(len(train), config.data.train_batch_size, config.trainer.seed, config.data.shuffle)
     if rl:
-        check_reward_function(config.reward, train, tokenizer)
+        _try_reward_function(config, train, tokenizer)
     steps = config.trainer.steps if config.trainer.steps is not None else sampler.steps(config.trainer.epochs)
     layout = Layout(world, tp=config.actor.parallel.tp, pp=config.actor.parallel.pp)
     generation = generation_layout(layout, config.rollout.tp) if rl else None
     return Prepared(config, algorithm, tokenizer, train, validation, sampler, steps, steps * updates_per_step(config), layout, generation,
                     report)
+
+
+def _try_reward_function(config: Config, train: PromptDataset, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Here a reward function that fails is a setting that cannot work: nothing was started yet."""
+    try:
+        check_reward_function(config.reward, train, tokenizer)
+    except RewardError as error:
+        raise ConfigError(str(error)) from error
 
 
 def updates_per_step(config: Config) -> int:

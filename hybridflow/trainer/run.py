@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
+from collections.abc import Iterator
+
 from hybridflow.cluster.bootstrap import Cluster, Job
 from hybridflow.config.load import LoadedConfig
 from hybridflow.errors import ConfigError
@@ -11,37 +15,63 @@ from hybridflow.trainer.loop import RunResult, Trainer
 from hybridflow.trainer.prepare import Prepared, prepare
 from hybridflow.trainer.roles import Roles
 
+SIGNALLED = 128  # a process that a signal ends has this exit code plus the signal's number
+
 
 def run(loaded: LoadedConfig, job: Job) -> RunResult:
     """Every check that needs no worker comes first; on an existing cluster, whose size must be asked, right after connecting."""
     if job.world is None:
         with job.cluster() as cluster:
-            return _on_cluster(loaded, prepare(loaded.config, cluster.world), cluster)
+            prepared = prepare(loaded.config, cluster.world)
+            with _recorded(loaded, prepared) as journal:
+                return _train(prepared, cluster, journal)
     prepared = prepare(loaded.config, job.world)
-    with job.cluster() as cluster:
+    with _recorded(loaded, prepared) as journal, job.cluster() as cluster, _noting_failure(journal):
         if cluster.world != job.world:
             raise ConfigError(f"the nodes have {cluster.ranks_per_node} ranks, the settings were checked for {job.world}; "
                               "set cluster.ranks_per_node to what every node has")
-        return _on_cluster(loaded, prepared, cluster)
+        return _train(prepared, cluster, journal)
 
 
-def _on_cluster(loaded: LoadedConfig, prepared: Prepared, cluster: Cluster) -> RunResult:
+@contextlib.contextmanager
+def _recorded(loaded: LoadedConfig, prepared: Prepared) -> Iterator[Journal]:
+    """The run folder, made before anything is started; a bad end is noted in it."""
     trainer = loaded.config.trainer
-    folder = RunFolder.create(trainer.output_dir, trainer.name, trainer.overwrite, loaded.text)
-    cluster.log_dir = folder.logs
-    journal = Journal(folder, prepared)
+    journal = Journal(RunFolder.create(trainer.output_dir, trainer.name, trainer.overwrite, loaded.text), prepared)
+    with _noting_failure(journal):
+        yield journal
+
+
+@contextlib.contextmanager
+def _noting_failure(journal: Journal) -> Iterator[None]:
+    """Used inside the cluster as well: taking that down takes seconds, and whoever ends the job may not wait for them."""
     try:
-        journal.start(f"hybridflow {trainer.name}: {loaded.config.algorithm.name}, {prepared.steps} steps", summary(prepared, cluster))
-        for warning in prepared.report.warnings:
-            journal.warn(warning)
-        roles = Roles(prepared, cluster)
-        try:
-            result = Trainer(prepared, roles, journal).run()
-        finally:
-            roles.close()
+        yield
     except BaseException as error:
-        journal.fail(f"{type(error).__name__}: {error}")
+        journal.fail(reason(error))
         raise
+
+
+def reason(error: BaseException) -> str:
+    """Why a run ended, for its status."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted (Ctrl-C)"
+    if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code - SIGNALLED in signal.valid_signals():
+        return f"ended by {signal.Signals(error.code - SIGNALLED).name}"
+    return f"{type(error).__name__}: {error}"
+
+
+def _train(prepared: Prepared, cluster: Cluster, journal: Journal) -> RunResult:
+    cluster.log_dir = journal.folder.logs
+    trainer = prepared.config.trainer
+    journal.start(f"hybridflow {trainer.name}: {prepared.config.algorithm.name}, {prepared.steps} steps", summary(prepared, cluster))
+    for warning in prepared.report.warnings:
+        journal.warn(warning)
+    roles = Roles(prepared, cluster)
+    try:
+        result = Trainer(prepared, roles, journal).run()
+    finally:
+        roles.close()
     journal.finish(result.steps)
     return result
 

@@ -1,0 +1,49 @@
+"""The same run in other layouts, precision and algorithm. Runs on one rank go two at a time."""
+
+from __future__ import annotations
+
+import pytest
+
+from hybridflow.observe import names
+from tests.e2e.launching import Launcher, Run
+
+SAME = (names.REWARD, names.LOSS, names.GRAD_NORM, names.KL, names.ENTROPY, names.RESPONSE_LENGTH, "policy_loss", "kl_loss")
+
+
+def assert_same_training(run: Run, reference: Run) -> None:
+    """Rewards, losses and gradients to float32 tolerance, and the very same responses."""
+    assert len(run.metrics()) == len(reference.metrics()) == 3
+    for row, expected in zip(run.metrics(), reference.metrics(), strict=True):
+        for name in SAME:
+            assert row[name] == pytest.approx(expected[name], rel=1e-3, abs=2e-6), (row["step"], name)
+    for step in (1, 2, 3):
+        assert [r.response for r in run.rollouts(step)] == [r.response for r in reference.rollouts(step)]
+
+
+def test_one_rank_two_ranks_and_four_give_the_same(grpo: Run, launcher: Launcher) -> None:
+    other = launcher.start("one_rank", 1, trainer__save_final="false")
+    assert_same_training(other.succeeded(), grpo)
+    assert_same_training(launcher.start("two_ranks", 2, actor__parallel__tp=2, trainer__save_final="false").succeeded(), grpo)
+
+
+def test_pipeline_and_tensor_parallel_give_the_same(grpo: Run, launcher: Launcher) -> None:
+    """TP2 x PP2 in training; generation with TP2 on the same ranks."""
+    run = launcher.start("pipeline", 4, actor__parallel__tp=2, actor__parallel__pp=2, rollout__tp=2, trainer__save_final="false")
+    assert_same_training(run.succeeded(), grpo)
+    assert max(row[names.LOG_PROB_GAP_MAX] for row in run.metrics()) <= 1e-5
+
+
+def test_grpo_continues_a_supervised_checkpoint_in_bfloat16(launcher: Launcher) -> None:
+    val = launcher.root / "val.jsonl"
+    warm = launcher.start("sft", 2, algorithm__name="sft", data__val_files=val, trainer__steps=12, actor__optimizer__lr=3e-3,
+                          algorithm__kl_coef=0.0, **{"reward.function": None}).succeeded()
+    losses = [row[names.LOSS] for row in warm.metrics()]
+    assert losses[-1] < 0.7 * losses[0]
+    first, last = (row[names.VAL_LOSS] for row in warm.validations())
+    assert last < first
+    run = launcher.start("after_sft", 1, actor__model__path=warm.folder.checkpoint, actor__model__dtype="bfloat16", trainer__steps=2,
+                         trainer__seed=7).succeeded()
+    rows = run.metrics()
+    assert len(rows) == 2 and all(row[names.LOG_PROB_GAP] < 0.02 for row in rows)
+    digits = sum(character.isdigit() for rollout in run.rollouts(1) for character in rollout.response.split("<")[0])
+    assert digits > 0.5 * sum(len(rollout.response.split("<")[0]) for rollout in run.rollouts(1)), "the warm start taught digits"

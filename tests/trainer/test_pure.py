@@ -1,0 +1,123 @@
+"""Parts of the trainer that need no worker."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hybridflow.algorithms.minibatch import mini_batches
+from hybridflow.algorithms.registry import ALGORITHMS, get_algorithm
+from hybridflow.cluster.sharded import ShardedBatch
+from hybridflow.config.schema import AlgorithmConfig, Config
+from hybridflow.config.validate import GENERATING
+from hybridflow.data.batch import Batch, Ragged
+from hybridflow.data.prompts import PromptDataset
+from hybridflow.errors import ConfigError, NumericsError
+from hybridflow.trainer.draw import draw
+from hybridflow.trainer.prepare import updates_per_step
+from hybridflow.trainer.run import reason
+from hybridflow.trainer.validation import chunks
+from tests.tiny import tiny_tokenizer
+
+
+def responses(count: int, seed: int = 0) -> ShardedBatch:
+    """Rows of 0 to 6 tokens with an identity in every column that a loss would read."""
+    lengths = torch.randint(0, 7, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+    rows = Ragged.from_rows([[row] * length for row, length in enumerate(lengths)], torch.int64)
+    return ShardedBatch.from_batch(Batch({"prompt_id": torch.arange(count), "response_ids": rows, "response_length": rows.lengths}))
+
+
+@pytest.mark.parametrize("prompts, n, mini, epochs, expected", [
+    (8, 4, None, 1, 1), (8, 4, 32, 1, 1), (8, 4, 16, 1, 2), (8, 4, 12, 1, 3), (8, 4, 16, 3, 6), (5, 3, 4, 2, 8),
+])
+def test_updates_per_step_counts_what_mini_batches_gives(prompts: int, n: int, mini: int | None, epochs: int, expected: int) -> None:
+    config = Config()
+    config.data.train_batch_size, config.rollout.n = prompts, n
+    config.algorithm.mini_batch_size, config.algorithm.update_epochs = mini, epochs
+    assert updates_per_step(config) == expected
+    assert len(list(mini_batches(responses(prompts * n), config, step=1))) == expected
+
+
+def test_a_supervised_step_has_one_row_per_prompt() -> None:
+    config = Config()
+    config.algorithm.name, config.data.train_batch_size, config.algorithm.mini_batch_size = "sft", 16, 4
+    assert updates_per_step(config) == 4
+
+
+def rows_of(config: Config, batch: ShardedBatch, step: int) -> list[list[int]]:
+    return [mini["prompt_id"].tolist() for mini in mini_batches(batch, config, step)]
+
+
+def test_every_pass_covers_the_rows_once_in_an_order_of_its_own() -> None:
+    config = Config()
+    config.algorithm.mini_batch_size, config.algorithm.update_epochs = 5, 3
+    batch = responses(23)
+    minis = rows_of(config, batch, step=4)
+    passes = [sum(minis[start:start + 5], []) for start in range(0, 15, 5)]
+    assert all(sorted(rows) == list(range(23)) for rows in passes)
+    assert len({tuple(rows) for rows in passes}) == 3
+    assert rows_of(config, batch, step=4) == minis
+    assert rows_of(config, batch, step=5) != minis
+    config.trainer.seed += 1
+    assert rows_of(config, batch, step=4) != minis
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean", "constant"])
+def test_weights_of_a_mini_batch_are_its_own(aggregation: str) -> None:
+    """The weights of token_mean and seq_mean sum to 1 over the tokens of each mini-batch, those of constant to the share used."""
+    config = Config()
+    config.algorithm.mini_batch_size, config.algorithm.loss_aggregation, config.rollout.max_response_length = 6, aggregation, 6
+    for mini in mini_batches(responses(20), config, step=1):
+        lengths = mini["response_length"].double()
+        total = (mini["loss_weight"] * lengths).sum().item()
+        assert total == pytest.approx(lengths.sum().item() / (6 * len(mini)) if aggregation == "constant" else 1.0)
+        assert (mini["metric_weight"] * lengths).sum().item() == pytest.approx(1.0)
+
+
+def test_algorithms_are_those_the_settings_know() -> None:
+    field = next(field for field in dataclasses.fields(AlgorithmConfig) if field.name == "name")
+    assert set(ALGORITHMS) == set(field.metadata["choices"])
+    assert set(GENERATING) <= set(ALGORITHMS)
+    assert all(ALGORITHMS[name].name == name for name in ALGORITHMS)
+    with pytest.raises(ConfigError, match="gpro.*did you mean 'grpo'.*sft"):
+        get_algorithm("gpro")
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> PromptDataset:
+    rows = [{"prompt": f"{i}+{i}=", "answer": 2 * i, "tags": [i]} for i in range(7)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = Config()
+    return PromptDataset([str(tmp_path / "data.jsonl")], config.data, tiny_tokenizer())
+
+
+def test_draw_keeps_text_columns_and_tokens_together(dataset: PromptDataset) -> None:
+    """Prompts are known by the id of the draw; the same row twice is two prompts."""
+    drawn = draw(dataset, [5, 2, 5], [20, 21, 22])
+    assert drawn.batch["prompt_id"].tolist() == [20, 21, 22]
+    assert drawn.texts == {20: "5+5=", 21: "2+2=", 22: "5+5="}
+    assert {name: row["answer"] for name, row in drawn.columns.items()} == {20: 10, 21: 4, 22: 10}
+    tokens = drawn.batch.fetch()["prompt_ids"].rows()
+    assert [dataset.tokenizer.decode(ids) for ids in tokens] == list(drawn.texts.values())
+
+
+@pytest.mark.parametrize("size, most, expected", [(None, None, [7]), (3, None, [3, 3, 1]), (3, 5, [3, 2]), (100, 100, [7])])
+def test_validation_chunks_cover_the_rows_once(dataset: PromptDataset, size: int | None, most: int | None, expected: list[int]) -> None:
+    config = Config()
+    config.data.val_batch_size, config.data.max_val_samples = size, most
+    found = list(chunks(SimpleNamespace(config=config, validation=dataset)))
+    assert [len(chunk) for chunk in found] == expected
+    assert sum(found, []) == list(range(sum(expected)))
+
+
+def test_the_reason_of_an_end_is_readable() -> None:
+    assert reason(NumericsError("loss is nan")) == "NumericsError: loss is nan"
+    assert reason(KeyboardInterrupt()) == "interrupted (Ctrl-C)"
+    assert reason(SystemExit(128 + signal.SIGTERM)) == "ended by SIGTERM"
+    assert reason(SystemExit(250)) == "SystemExit: 250"

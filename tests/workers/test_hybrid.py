@@ -1,0 +1,86 @@
+"""A hybrid worker in real processes: what it refuses, as the driver sees it."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybridflow.algorithms.losses import policy_loss
+from hybridflow.cluster.bootstrap import Cluster, cluster_session
+from hybridflow.cluster.worker_group import RoleHandle
+from hybridflow.config.layout import Layout
+from hybridflow.config.schema import ClusterConfig, Config
+from hybridflow.data.batch import Batch, Ragged
+from hybridflow.errors import PhaseError, WorkerError
+from hybridflow.reshard.grouping import generation_layout
+from hybridflow.workers.hybrid import ActorRolloutWorker
+from tests.tiny import make_tiny_model
+
+SAMPLING = {"step": 1, "n": 2, "temperature": 1.0}
+
+
+@pytest.fixture(scope="module")
+def config() -> Iterator[Config]:
+    folder = tempfile.mkdtemp()
+    config = Config()
+    config.actor.model.path = make_tiny_model(Path(folder, "model"), hidden=128, layers=2)
+    config.actor.model.dtype = "float32"
+    config.data.max_prompt_length, config.rollout.max_response_length = 8, 4
+    config.rollout.kv_cache_gib, config.rollout.max_num_seqs = 0.01, 8
+    yield config
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with cluster_session(ClusterConfig(device="cpu", ranks_per_node=1, object_store_gib=0.1)) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def actor(cluster: Cluster, config: Config) -> Iterator[RoleHandle]:
+    """A fresh worker for each test: the first failure ends a group."""
+    roles = {"actor": (ActorRolloutWorker, {"config": config, "loss": policy_loss(config.algorithm), "total_steps": 1})}
+    layout = Layout(1)
+    group = cluster.worker_group(roles, layout=layout, generation=generation_layout(layout, 1))
+    yield group.role("actor")
+    group.close()
+
+
+@pytest.fixture
+def prompts() -> Batch:
+    rows = Ragged.from_rows([[5, 6], [7, 8, 9]], torch.int64)
+    return Batch({"prompt_id": torch.tensor([3, 4]), "prompt_ids": rows, "prompt_length": rows.lengths})
+
+
+def test_an_update_while_generating_is_a_phase_error(actor: RoleHandle, prompts: Batch) -> None:
+    actor.enter_generation(version=1).get()
+    responses = actor.generate_sequences(prompts, version=1, **SAMPLING).get()
+    assert responses["weight_version"].tolist() == [1] * 4
+    assert responses["prompt_id"].tolist() == [3, 3, 4, 4]
+    actor.leave_generation().get()
+    assert actor.compute_log_prob(responses).get()["gap_max"].max() < 1e-5
+    actor.enter_generation(version=2).get()
+    with pytest.raises(PhaseError, match="update_actor.*'train'.*'generate'") as told:
+        actor.update_actor(responses).get()
+    assert_names_the_worker(told.value, "update_actor")
+
+
+def test_generation_with_old_weights_is_a_phase_error(actor: RoleHandle, prompts: Batch) -> None:
+    actor.enter_generation(version=2).get()
+    with pytest.raises(PhaseError, match="version 3.*version 2") as told:
+        actor.generate_sequences(prompts, version=3, **SAMPLING).get()
+    assert_names_the_worker(told.value, "generate_sequences")
+
+
+def assert_names_the_worker(error: PhaseError, verb: str) -> None:
+    """A PhaseError to whoever catches one, and a WorkerError that says where."""
+    assert isinstance(error, WorkerError)
+    assert (error.role, error.verb, error.rank) == ("actor", verb, 0)
+    assert f"actor rank 0 on {error.node} failed in {verb}: PhaseError" in str(error)
+    assert "Traceback" in error.worker_traceback
