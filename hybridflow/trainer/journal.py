@@ -9,7 +9,6 @@ from hybridflow.cluster.sharded import ShardedBatch
 from hybridflow.config.validate import generates
 from hybridflow.observe.console import PlainConsole, make_console
 from hybridflow.observe.metrics import MetricsWriter
-from hybridflow.observe.plots import write_curves
 from hybridflow.observe.rollouts import Rollout, from_batch, pick, write_rollouts
 from hybridflow.observe.run_folder import RunFolder
 from hybridflow.trainer.prepare import Prepared
@@ -71,6 +70,8 @@ class Journal:
 
     def finish(self, steps: int) -> None:
         """Curves, the final table, the rollouts before and after, and where everything is."""
+        from hybridflow.observe.plots import write_curves  # matplotlib: a second that no start has to wait for
+
         self.metrics.close()
         curves = write_curves(self.folder)
         if self.first:
@@ -91,4 +92,3 @@ class Journal:
 
     def _decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False)
-

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from hybridflow.cluster.context import WorkerContext
 from hybridflow.config.schema import Config, ModelConfig, OptimizerConfig
 from hybridflow.engine.device import Device
-from hybridflow.engine.megatron import MegatronEngine
 from hybridflow.models.settings import read_hf_config
 from hybridflow.reshard.execute import Resharder
 from hybridflow.reshard.hybrid import hybrid_plan
 from hybridflow.rollout.engine import RolloutEngine
+
+if TYPE_CHECKING:
+    from hybridflow.engine.megatron import MegatronEngine
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -19,6 +23,8 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 def build_engine(context: WorkerContext, model: ModelConfig, config: Config, optimizer: OptimizerConfig | None,
                  total_steps: int | None = None) -> MegatronEngine:
     """A Megatron engine with the weights of `model`; without `optimizer` it only evaluates."""
+    from hybridflow.engine.megatron import MegatronEngine  # slow, and the driver needs only the workers' classes
+
     device = Device.detect(context.device_name)
     engine = MegatronEngine(
         read_hf_config(model.path), context.layout, dtype=DTYPES[model.dtype], device=device, optimizer=optimizer,
