@@ -8,21 +8,31 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.e2e.launching import Launcher, Run
 from tests.tiny import make_tiny_model
+
 
 @pytest.fixture(scope="session")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a small model and addition data. Head size 32: the least that vLLM's CPU attention takes."""
     root = tmp_path_factory.mktemp("e2e")
-    make_tiny_model(root / "model", hidden=128, layers=2)
+    soften(make_tiny_model(root / "model", hidden=128, layers=2))
     draw = random.Random(0)
     rows = [(draw.randrange(100), draw.randrange(100)) for _ in range(40)]
     for name, part in (("train", rows[:32]), ("val", rows[32:])):
         lines = [json.dumps({"prompt": f"{a}+{b}=", "answer": a + b, "response": str(a + b)}) for a, b in part]
         (root / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
     return root
+
+
+def soften(model: str) -> None:
+    """Logits of a trained model's size (the embedding is the head too): float32 then holds log-probs to 1e-5 and better."""
+    file = Path(model, "model.safetensors")
+    tensors = load_file(file)
+    tensors["model.embed_tokens.weight"] *= 0.3
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 @pytest.fixture(scope="session")

@@ -55,7 +55,7 @@ def test_unknown_key(launcher: Launcher, capsys: pytest.CaptureFixture[str]) -> 
     ("missing.jsonl", ["missing.jsonl", "data.train_files"]),
     ("malformed.jsonl", ["malformed.jsonl", "5"]),
     ("column.jsonl", ["column.jsonl", "'prompt'", "question", "data.prompt_key"]),
-    ("long.jsonl", ["long.jsonl", "9", "43 tokens", "data.max_prompt_length=16", "data.prompt_too_long"]),
+    ("long.jsonl", ["long.jsonl", "9", "42 tokens", "data.max_prompt_length=16", "data.prompt_too_long"]),
     ("chat.jsonl", ["chat.jsonl", "template", "actor.model.chat_template"]),
     ("few.jsonl", ["3 prompts", "data.train_batch_size=8"]),
 ])
