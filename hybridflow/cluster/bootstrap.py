@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 NODES_STOP_SECONDS = 15.0  # the driver waits so long for the other nodes to have ended Ray
 GOODBYE_SECONDS = 20.0  # and so long for the other processes to have read its exit code
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+_ended_by: list[int] = []
 
 
 @dataclass
@@ -112,6 +113,8 @@ def job_session(config: ClusterConfig) -> Iterator[Job]:
             yield Job(config, meeting, begun)
             code = 0
         except BaseException as error:
+            if isinstance(error, SystemExit) and ending_signal():
+                error.code = 128 + ending_signal()
             code = exit_code(error)
             raise
         finally:
@@ -232,7 +235,14 @@ def _cluster(config: ClusterConfig, log_dir: Path | None, begun: float) -> Clust
     return Cluster(config, device, ranks, log_dir, time.monotonic() - begun)
 
 
+def ending_signal() -> int | None:
+    """The signal that ended this job, None so far. Ray turns the SystemExit of a signal that comes while it waits into one
+    with exit code 1, so the exception does not always know."""
+    return _ended_by[0] if _ended_by else None
+
+
 def _raise_exit(number: int, _: object) -> None:
+    _ended_by.append(number)
     sys.exit(128 + number)
 
 

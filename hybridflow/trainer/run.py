@@ -6,7 +6,7 @@ import contextlib
 import signal
 from collections.abc import Iterator
 
-from hybridflow.cluster.bootstrap import Cluster, Job
+from hybridflow.cluster.bootstrap import Cluster, Job, ending_signal
 from hybridflow.config.load import LoadedConfig
 from hybridflow.errors import ConfigError
 from hybridflow.observe.run_folder import RunFolder
@@ -14,8 +14,6 @@ from hybridflow.trainer.journal import Journal
 from hybridflow.trainer.loop import RunResult, Trainer
 from hybridflow.trainer.prepare import Prepared, prepare
 from hybridflow.trainer.roles import Roles
-
-SIGNALLED = 128  # a process that a signal ends has this exit code plus the signal's number
 
 
 def run(loaded: LoadedConfig, job: Job) -> RunResult:
@@ -56,8 +54,9 @@ def reason(error: BaseException) -> str:
     """Why a run ended, for its status."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted (Ctrl-C)"
-    if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code - SIGNALLED in signal.valid_signals():
-        return f"ended by {signal.Signals(error.code - SIGNALLED).name}"
+    number = ending_signal()
+    if isinstance(error, SystemExit) and number:
+        return f"ended by {signal.Signals(number).name}"
     return f"{type(error).__name__}: {error}"
 
 

@@ -25,9 +25,9 @@ def pair(first: Run, second: Run) -> tuple[Run, Run]:
 def raising_and_hanging(launcher: Launcher) -> tuple[Run, Run]:
     late = CALLS_PER_STEP + 5
     return pair(
-        launcher.start("raising", 1, reward__function="tests.e2e.rewards:raises_late", **SHORT, **{"reward.kwargs": f"{{after:{late}}}"}),
+        launcher.start("raising", 1, reward__function="tests.e2e.rewards:raises_late", **SHORT, reward__kwargs__after=late),
         launcher.start("hanging", 1, reward__function="tests.e2e.rewards:hangs_late", reward__timeout_seconds=2, trainer__seed=5,
-                       **SHORT, **{"reward.kwargs": f"{{after:{late}}}"}),
+                       **SHORT, reward__kwargs__after=late),
     )
 
 
