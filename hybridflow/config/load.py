@@ -159,7 +159,7 @@ def _problem(config: DictConfig, key: str, value: Any) -> str | None:
     if key != leaf.key:
         return None if config is _scratch() else _set_below(config, leaf, key, value)
     try:
-        OmegaConf.update(config, key, value, merge=True)
+        OmegaConf.update(config, key, value, merge=True, force_add=leaf.is_open)
     except OmegaConfBaseException:
         return f"{key}={value!r}: expected {leaf.type_name}."
     return None

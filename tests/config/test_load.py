@@ -61,6 +61,7 @@ def test_no_arguments_is_the_schema() -> None:
     ("reward.function=a.b:c", "reward.function", "a.b:c"),
     ("rollout.stop=['\\n\\n',end]", "rollout.stop", ["\\n\\n", "end"]),
     ("rollout.stop_token_ids=7", "rollout.stop_token_ids", [7]),
+    ("reward.kwargs={low: 0.5, words: [a, b]}", "reward.kwargs", {"low": 0.5, "words": ["a", "b"]}),
     ("reward.kwargs.low=0.5", "reward.kwargs", {"low": 0.5}),
     ("+reward.kwargs.words=[a,b]", "reward.kwargs", {"words": ["a", "b"]}),
     ("actor.model.dtype=${reference.model.dtype}", "actor.model.dtype", None),
