@@ -15,7 +15,7 @@ def assert_same_training(run: Run, reference: Run) -> None:
     assert len(run.metrics()) == len(reference.metrics()) == 3
     for row, expected in zip(run.metrics(), reference.metrics(), strict=True):
         for name in SAME:
-            assert row[name] == pytest.approx(expected[name], rel=1e-3, abs=2e-6), (row["step"], name)
+            assert row[name] == pytest.approx(expected[name], rel=1e-4, abs=2e-6), (row["step"], name)
     for step in (1, 2, 3):
         assert [r.response for r in run.rollouts(step)] == [r.response for r in reference.rollouts(step)]
 
@@ -35,8 +35,10 @@ def test_pipeline_and_tensor_parallel_give_the_same(grpo: Run, launcher: Launche
 
 def test_grpo_continues_a_supervised_checkpoint_in_bfloat16(launcher: Launcher) -> None:
     val = launcher.root / "val.jsonl"
-    warm = launcher.start("sft", 2, algorithm__name="sft", data__val_files=val, trainer__steps=12, actor__optimizer__lr=3e-3,
-                          algorithm__kl_coef=0.0, **{"reward.function": None}).succeeded()
+    warm = launcher.start(
+        "sft", 2, algorithm__name="sft", algorithm__kl_coef=0.0, data__val_files=val, trainer__steps=12,
+        actor__optimizer__lr=3e-3, actor__optimizer__eps=1e-8,
+    ).succeeded()  # fmt: skip
     losses = [row[names.LOSS] for row in warm.metrics()]
     assert losses[-1] < 0.7 * losses[0]
     first, last = (row[names.VAL_LOSS] for row in warm.validations())
