@@ -23,11 +23,11 @@ def pair(first: Run, second: Run) -> tuple[Run, Run]:
 
 @pytest.fixture(scope="module")
 def raising_and_hanging(launcher: Launcher) -> tuple[Run, Run]:
-    late = CALLS_PER_STEP + 5
+    last = 2 * CALLS_PER_STEP  # of the second step: the process that replaces a hanging one counts anew, and must not get so far
     return pair(
-        launcher.start("raising", 1, reward__function="tests.e2e.rewards:raises_late", **SHORT, reward__kwargs__after=late),
-        launcher.start("hanging", 1, reward__function="tests.e2e.rewards:hangs_late", reward__timeout_seconds=2, trainer__seed=5,
-                       **SHORT, reward__kwargs__after=late),
+        launcher.start("raising", 1, reward__function="tests.e2e.rewards:raises_late", reward__kwargs__after=last - 5, **SHORT),
+        launcher.start("hanging", 1, reward__function="tests.e2e.rewards:hangs_late", reward__kwargs__after=last, trainer__seed=5,
+                       reward__timeout_seconds=2, **SHORT),
     )
 
 
