@@ -37,8 +37,8 @@ from hybridflow.config.schema import ClusterConfig
 from hybridflow.errors import ConfigError, WorkerError
 
 logger = logging.getLogger(__name__)
-NODES_STOP_SECONDS = 15.0  # the driver waits so long for the other nodes to have ended Ray
-GOODBYE_SECONDS = 20.0  # and so long for the other processes to have read its exit code
+PATIENCE_SECONDS = 20.0  # the driver waits so long for the other processes to end Ray on their nodes and read its exit code
+HASTE_SECONDS = 4.0  # the same when the job failed: some may be gone
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 _ended_by: list[int] = []
 
@@ -121,7 +121,7 @@ def job_session(config: ClusterConfig) -> Iterator[Job]:
             if meeting:
                 with _signals_wait():
                     meeting.tell("exit", str(code))
-                    meeting.wait_for_count("goodbye", meeting.seat.world - 1, GOODBYE_SECONDS)
+                    meeting.wait_for_count("goodbye", meeting.seat.world - 1, HASTE_SECONDS if code else PATIENCE_SECONDS)
 
 
 @contextlib.contextmanager
@@ -145,7 +145,7 @@ def _ray(config: ClusterConfig, meeting: Rendezvous | None) -> Iterator[None]:
             address = node_address(meeting, config.start_timeout_seconds) if meeting else "127.0.0.1"
             node = RayNode(None, address=address, token=token, gpus=config.device != "cpu", object_store_gib=config.object_store_gib)
             undo.enter_context(_on_exit(node.stop))
-            undo.enter_context(_on_exit(lambda: _disconnect(node, meeting)))
+            undo.push(lambda _, error, __: _disconnect(node, meeting, patient=error is None))
             head = node.wait_until_up(config.start_timeout_seconds)
             if meeting:
                 meeting.tell("ray", f"{head} {token}")
@@ -155,13 +155,14 @@ def _ray(config: ClusterConfig, meeting: Rendezvous | None) -> Iterator[None]:
         yield
 
 
-def _disconnect(node: RayNode, meeting: Rendezvous | None) -> None:
+def _disconnect(node: RayNode, meeting: Rendezvous | None, patient: bool) -> None:
     """Leave Ray: the other nodes first, because leaving ends workers before their guardian has seen what they hold."""
-    if meeting:
-        meeting.tell("ending", "1")
-        meeting.wait_for_count("stopped", meeting.seat.nodes - 1, NODES_STOP_SECONDS)
-    node.note_segments()
-    ray.shutdown()
+    with _signals_wait():
+        if meeting:
+            meeting.tell("ending", "1")
+            meeting.wait_for_count("stopped", meeting.seat.nodes - 1, PATIENCE_SECONDS if patient else HASTE_SECONDS)
+        node.note_segments()
+        ray.shutdown()
 
 
 def _connect(address: str) -> None:

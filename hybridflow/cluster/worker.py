@@ -24,6 +24,7 @@ from ray import cloudpickle
 
 from hybridflow.cluster.context import WorkerContext
 from hybridflow.cluster.failure import Failure, describe_exception
+from hybridflow.cluster.rendezvous import of_torchrun
 
 STACK_SIGNAL = signal.SIGUSR1  # makes a worker write the stacks of its threads to its stack file
 
@@ -90,6 +91,8 @@ class RankProcess:
     def configure(self, rank: int, environment: dict[str, str], log_file: str | None) -> None:
         """Set the environment before torch is imported, and send stdout and stderr to the rank's log file."""
         self.rank, self.roles = rank, {}
+        for name in filter(of_torchrun, list(os.environ)):
+            del os.environ[name]
         os.environ.update(environment)
         if log_file:
             Path(log_file).parent.mkdir(parents=True, exist_ok=True)

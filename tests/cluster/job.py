@@ -1,4 +1,8 @@
-"""A job as a user would start it, for the tests of bootstrap: python tests/cluster/job.py MODE [NODES]."""
+"""A job as a user would start it, for the tests of bootstrap: python tests/cluster/job.py MODE [NODES].
+
+Modes without workers: idle, driver_fails. With workers on every node: succeed, sleep, worker_fails, borrow (on a cluster
+that exists), stall (a verb that waits for a collective that never completes).
+"""
 
 from __future__ import annotations
 
@@ -11,10 +15,27 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from hybridflow.cluster.bootstrap import cluster_session  # noqa: E402
+from hybridflow.cluster.worker_group import RoleHandle  # noqa: E402
 from hybridflow.config.layout import Layout  # noqa: E402
 from hybridflow.config.schema import ClusterConfig  # noqa: E402
 from hybridflow.errors import ConfigError, HybridFlowError  # noqa: E402
 from tests.cluster.roles import Faulty, Segment  # noqa: E402
+
+
+def say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def work(mode: str, faulty: RoleHandle | None) -> None:
+    if mode == "driver_fails":
+        raise ConfigError("the driver found a problem")
+    if mode == "worker_fails":
+        faulty.raise_among_collective(bad=1).get()
+    if mode == "stall":
+        faulty.stall(bad=0).get()
+    if mode in ("idle", "sleep"):
+        time.sleep(600)
 
 
 def main(mode: str, nodes: int) -> int:
@@ -22,20 +43,15 @@ def main(mode: str, nodes: int) -> int:
     try:
         with cluster_session(config) as cluster:
             assert len(cluster.ranks_per_node) == nodes, cluster
-            if mode != "idle":
-                roles = {"segment": (Segment, {"name": os.environ["HF_TEST_JOB"]}), "faulty": (Faulty, {})}
-                group = cluster.worker_group(roles, layout=Layout(cluster.world))
+            group, begun = None, time.monotonic()
+            if mode not in ("idle", "driver_fails"):
+                segment = {"segment": (Segment, {"name": os.environ["HF_TEST_JOB"]})} if mode != "borrow" else {}
+                group = cluster.worker_group({**segment, "faulty": (Faulty, {})}, layout=Layout(cluster.world))
                 assert len({place.node_id for place in group.places}) == nodes
-            sys.stdout.write(f"READY {cluster.start_seconds:.1f}\n")
-            sys.stdout.flush()
-            if mode == "driver_fails":
-                raise ConfigError("the driver found a problem")
-            if mode == "worker_fails":
-                group.role("faulty").raise_among_collective(bad=1).get()
-            if mode in ("idle", "sleep"):
-                time.sleep(600)
+            say(f"READY cluster {cluster.start_seconds:.1f} s, workers {time.monotonic() - begun:.1f} s")
+            work(mode, group and group.role("faulty"))
     except HybridFlowError as error:
-        sys.stdout.write(f"ERROR {type(error).__name__}: {error}\n")
+        say(f"ERROR {type(error).__name__}: {error}")
         return error.EXIT_CODE
     return 0
 
