@@ -9,6 +9,7 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
 bash scripts/setup_env.sh
 . .venv/bin/activate
+unset PYTHONDONTWRITEBYTECODE  # every rank imports torch, Megatron and vLLM: twice as slow without compiled modules
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
 echo "demo: 1/3 model and data"

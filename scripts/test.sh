@@ -9,6 +9,7 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
 bash scripts/setup_env.sh
 . .venv/bin/activate
+unset PYTHONDONTWRITEBYTECODE  # every rank imports torch, Megatron and vLLM: twice as slow without compiled modules
 
 # Tests start several ranks on few cores, and must never reach for a model hub.
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false

@@ -31,6 +31,7 @@ SETTINGS = {
     "RAY_BACKEND_LOG_LEVEL": "warning",
     "RAY_agent_register_timeout_ms": "120000",  # on a busy machine Ray's helpers take longer than its default of 30 s
     "RAY_worker_register_timeout_seconds": "180",
+    "RAY_worker_niceness": "0",  # Ray's default of 15 lets everything else on a shared machine go before the ranks
 }
 
 

@@ -16,7 +16,7 @@ from hybridflow.config.schema import Config
 
 GENERATING = ("grpo",)  # algorithms that generate and score; the others train on given responses
 _ARITHMETIC = ("actor.parallel.", "rollout.n=", "rollout.tp=", "rollout.max_", "data.train_batch_size=", "data.max_", "algorithm.mini_")
-_FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+_FUNCTION = re.compile(r"([A-Za-z_]\w*(\.[A-Za-z_]\w*)*|[^:]+\.py):[A-Za-z_]\w*")
 
 
 def generates(config: Config) -> bool:

@@ -25,14 +25,15 @@ class RewardProcess:
     """A process of its own session, so that killing it also ends what the reward function started.
 
     It is a plain interpreter, not a multiprocessing child: starting one takes tens of milliseconds, does not import the
-    program's main module again, and inherits nothing of a controller that has threads, Ray and torch loaded.
+    program's main module again, and inherits nothing of a controller that has threads, Ray and torch loaded. The user's
+    folder is on its path, so that `reward.function=my_package.rewards:score` works from where the run was started.
     """
 
     def __init__(self, config: RewardConfig) -> None:
         self.config = config
         self.pipe, theirs = Pipe()
         self.process = subprocess.Popen(
-            [sys.executable, "-c", BOOT, json.dumps(sys.path), str(theirs.fileno())], pass_fds=[theirs.fileno()],
+            [sys.executable, "-c", BOOT, json.dumps([*sys.path, os.getcwd()]), str(theirs.fileno())], pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL, start_new_session=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         theirs.close()
