@@ -75,6 +75,8 @@ def jobs() -> Iterator[Jobs]:
     for pid in jobs.processes():
         os.kill(pid, signal.SIGKILL)
     shutil.rmtree(folder, ignore_errors=True)
+    for segment in Path("/dev/shm").glob(f"{jobs.name}*"):
+        segment.unlink()
 
 
 def until_ready(process: subprocess.Popen) -> None:
