@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Sets up the environment if needed, checks the style, and runs the tests; arguments go to pytest.
 #
-#   scripts/test.sh                      everything (gpu tests skip themselves without a GPU)
+#   scripts/test.sh                      everything but the tests marked slow (gpu tests skip themselves without a GPU)
+#   scripts/test.sh -m slow              those: run by hand before a release
 #   scripts/test.sh tests/reshard -k plan
 set -euo pipefail
 
@@ -17,4 +18,4 @@ export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_DATASETS_OFFLINE=1
 export RAY_USAGE_STATS_ENABLED=0 VLLM_NO_USAGE_STATS=1
 
 ruff check .
-python -m pytest -q --durations=15 "$@"
+python -m pytest -q --durations=15 -m "not slow" "$@"
