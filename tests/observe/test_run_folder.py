@@ -2,10 +2,10 @@
 
 import json
 import multiprocessing
-import time
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 
