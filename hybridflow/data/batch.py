@@ -15,6 +15,7 @@ from hybridflow.data.buffers import from_buffer, to_buffer
 
 FINISH_STOP = 0  # values of the column finish_reason: eos or another stop token or string was sampled
 FINISH_LENGTH = 1  # the response hit rollout.max_response_length
+FINISH_REASONS = ("stop", "length")  # their names, by value
 
 
 @dataclass(frozen=True)

@@ -72,13 +72,6 @@ def init_parallel(layout: Layout, device: Device, timeout: float = 600.0) -> Par
     return _current
 
 
-def current_parallel() -> Parallel:
-    """What init_parallel made. Raises RuntimeError before it."""
-    if _current is None:
-        raise RuntimeError("call hybridflow.engine.parallel.init_parallel before building an engine")
-    return _current
-
-
 def shutdown_parallel() -> None:
     """Forget the layout and Megatron's groups (their process groups end with the world). Engines built on them are dead."""
     global _current

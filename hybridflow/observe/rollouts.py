@@ -11,12 +11,10 @@ from typing import Any
 
 import torch
 
-from hybridflow.data.batch import Batch
+from hybridflow.data.batch import FINISH_REASONS, Batch
 from hybridflow.errors import DataError
 from hybridflow.observe import strict_json
 from hybridflow.observe.run_folder import write_atomic
-
-FINISH_REASONS = ("stop", "length")  # by the code in a batch's finish_reason column
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,14 @@ import hashlib
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from hybridflow.data.batch import FINISH_LENGTH, FINISH_STOP
+
 
 class FinishReason(IntEnum):
     """The finish_reason column."""
 
-    STOP = 0  # a stop token or stop string ended the response; the token is its last
-    LENGTH = 1  # max_response_length was reached
+    STOP = FINISH_STOP  # a stop token or stop string ended the response; the token is its last
+    LENGTH = FINISH_LENGTH  # max_response_length was reached
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 from hybridflow.cluster.context import WorkerContext
 from hybridflow.cluster.protocols import Protocol, register
 from hybridflow.config.schema import Config
-from hybridflow.data.batch import FINISH_LENGTH, Batch
+from hybridflow.data.batch import FINISH_REASONS, Batch
 from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.rewards.runner import RewardRunner
 
@@ -27,6 +27,6 @@ class RewardWorker:
         """
         ids, rows = batch["prompt_id"].tolist(), [row.tolist() for row in batch["response_ids"].rows()]
         responses = self.tokenizer.batch_decode(rows, skip_special_tokens=True)
-        finish = ["length" if reason == FINISH_LENGTH else "stop" for reason in batch["finish_reason"].tolist()]
+        finish = [FINISH_REASONS[reason] for reason in batch["finish_reason"].tolist()]
         result = self.runner.score([texts[i] for i in ids], responses, [columns[i] for i in ids], finish, [len(row) for row in rows])
         return Batch({"reward": result.scores}), result.metrics
