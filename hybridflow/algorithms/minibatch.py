@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from hybridflow.algorithms.loss_weights import loss_weights
 from hybridflow.cluster.sharded import ShardedBatch
 from hybridflow.config.schema import Config
+from hybridflow.data.units import unit_rows, units_in
 
 
 def weigh(batch: ShardedBatch, config: Config) -> ShardedBatch:
@@ -20,10 +21,26 @@ def weigh(batch: ShardedBatch, config: Config) -> ShardedBatch:
 
 
 def mini_batches(batch: ShardedBatch, config: Config, step: int) -> Iterator[ShardedBatch]:
-    """algorithm.update_epochs passes over the rows, each in a new order given by (trainer.seed, step, pass)."""
+    """algorithm.update_epochs passes over the rows, each in a new order given by (trainer.seed, step, pass).
+
+    A mini-batch has algorithm.mini_batch_size rows, fewer where the next unit (column `unit`) would not fit whole.
+    """
     size = config.algorithm.mini_batch_size or len(batch)
+    units = unit_rows(units_in(batch), len(batch))
     for epoch in range(config.algorithm.update_epochs):
         generator = torch.Generator().manual_seed(hash((config.trainer.seed, step, epoch)) % 2**63)
-        order = torch.randperm(len(batch), generator=generator) if size < len(batch) else torch.arange(len(batch))
-        for rows in order.split(size):
+        order = torch.randperm(len(units), generator=generator).tolist() if size < len(batch) else range(len(units))
+        for rows in fill([units[unit] for unit in order], size):
             yield weigh(batch.select(rows), config)
+
+
+def fill(units: Sequence[Sequence[int]], size: int) -> Iterator[list[int]]:
+    """Whole units in order, as many as `size` rows hold; a unit of more rows is alone."""
+    rows: list[int] = []
+    for unit in units:
+        if rows and len(rows) + len(unit) > size:
+            yield rows
+            rows = []
+        rows += unit
+    if rows:
+        yield rows

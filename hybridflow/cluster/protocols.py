@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from hybridflow.config.layout import GenerationLayout, Layout
+from hybridflow.data.units import unit_rows
 
 MARK = "__hybridflow_verb__"
 BALANCES = ("tokens", "rows", "contiguous")
@@ -46,7 +47,8 @@ def register(protocol: Protocol, *, balance: str | None = None) -> Callable[[Met
 
     balance: how rows are dealt out. "tokens": sums of tokens as equal as a greedy longest-first deal makes them, row
     counts free; "rows": the same with row counts that differ by one at most; "contiguous": equal runs in the caller's
-    order. Default: "contiguous" for MICRO_DP (replicas get equal numbers of prompts), "tokens" otherwise.
+    order. Where the batch has a column `unit`, units are dealt instead of rows. Default: "contiguous" for MICRO_DP
+    (replicas get equal numbers of prompts), "tokens" otherwise.
     """
     chosen = balance or ("contiguous" if protocol is Protocol.MICRO_DP else "tokens")
     if chosen not in BALANCES:
@@ -98,12 +100,17 @@ def routing(protocol: Protocol, layout: Layout, generation: GenerationLayout | N
     return Routing(ranks, ranks, split=False)
 
 
-def assign_rows(tokens: Sequence[int], parts: int, balance: str = "tokens") -> list[list[int]]:
+def assign_rows(tokens: Sequence[int], parts: int, balance: str = "tokens", units: Sequence[int] | None = None) -> list[list[int]]:
     """Deal rows to parts: an exact cover of range(len(tokens)), ascending inside each part, the same every time.
 
-    tokens[i]: tokens of row i, the weight that "tokens" and "rows" balance. A part may get no row.
+    tokens[i]: tokens of row i, the weight that "tokens" and "rows" balance. A part may get no row. units[i]: the unit of
+    row i (hybridflow/data/units.py); a unit is dealt whole, with the sum of its tokens.
     """
     rows = len(tokens)
+    if units is not None:
+        groups = unit_rows(units, rows)
+        dealt = assign_rows([sum(tokens[row] for row in members) for members in groups], parts, balance)
+        return [sorted(row for unit in part for row in groups[unit]) for part in dealt]
     if balance == "contiguous":
         return [list(range(rows * p // parts, rows * (p + 1) // parts)) for p in range(parts)]
     order = sorted(range(rows), key=lambda row: (-tokens[row], row))

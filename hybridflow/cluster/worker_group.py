@@ -30,6 +30,7 @@ from hybridflow.cluster.watch import Call, Watch
 from hybridflow.cluster.worker import Place, RankProcess
 from hybridflow.config.layout import GenerationLayout, Layout
 from hybridflow.data.batch import Batch
+from hybridflow.data.units import units_in
 from hybridflow.errors import ConfigError
 
 __all__ = ["Future", "RoleHandle", "WorkerContext", "WorkerGroup"]
@@ -171,7 +172,8 @@ class WorkerGroup:
         batches = [argument for argument in arguments if isinstance(argument, ShardedBatch)]
         if len({len(batch) for batch in batches}) > 1:
             raise ValueError(f"{verb.name} got batches of {[len(batch) for batch in batches]} rows; they are split together and must agree")
-        return assign_rows(_tokens_of(batches[0]), route.parts, verb.balance)
+        units = next((units for batch in batches if (units := units_in(batch)) is not None), None)
+        return assign_rows(_tokens_of(batches[0]), route.parts, verb.balance, units)
 
 
 def _resolved(value: Any) -> Any:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from hybridflow.config.layout import Layout
 from hybridflow.config.schema import OptimizerConfig
 from hybridflow.data.batch import Batch, Ragged
+from hybridflow.data.units import units_in
 from hybridflow.engine import compat  # noqa: F401  (before megatron)
 from hybridflow.engine.device import Device
 from hybridflow.engine.loss_types import TokenLoss
@@ -166,15 +167,15 @@ class MegatronEngine:
         """The rows in packed micro-batches: as many on every data-parallel rank, since all of them join each gradient sum."""
         if token_budget < 1:
             raise ValueError(f"token budget must be positive, got {token_budget}")
-        lengths = costs(batch)
-        count = torch.tensor(least_count(lengths, token_budget), device=self.device.torch_device)
+        lengths, units = costs(batch), units_in(batch)
+        count = torch.tensor(least_count(lengths, token_budget, units), device=self.device.torch_device)
         dist.all_reduce(count, op=dist.ReduceOp.MAX, group=self.parallel.groups.dp_cp)
         multiple = self.layout.pp if self.layout.vpp > 1 else 1  # the interleaved schedule takes whole rounds of stages
         total = math.ceil(int(count) / multiple) * multiple
         pad = self.layout.tp if self.config.sequence_parallel else 1
         return [
             micro_batch(batch, rows, multiple=pad, columns=columns, device=self.device.torch_device, dtype=self.dtype)
-            for rows in assign(lengths, token_budget, total)
+            for rows in assign(lengths, token_budget, total, units)
         ]
 
     def _head(self, temperature: float, entropy: bool) -> Head:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from hybridflow.data.batch import Batch, Ragged
+from hybridflow.data.units import unit_rows
 
 
 @dataclass(frozen=True)
@@ -44,21 +45,28 @@ def costs(batch: Batch) -> list[int]:
     return [p + r - 1 if r else 0 for p, r in zip(prompt, response)]
 
 
-def least_count(lengths: Sequence[int], budget: int) -> int:
-    """How many micro-batches the rows need (first fit, longest first); a row above the budget takes one alone."""
-    return len(_first_fit(lengths, budget))
+def least_count(lengths: Sequence[int], budget: int, units: Sequence[int] | None = None) -> int:
+    """How many micro-batches the rows need (first fit, longest unit first); a unit above the budget takes one alone.
+
+    units: the unit of each row (hybridflow/data/units.py); None: every row is one.
+    """
+    return len(_first_fit(_sums(lengths, unit_rows(units, len(lengths))), budget))
 
 
-def assign(lengths: Sequence[int], budget: int, count: int) -> list[list[int]]:
+def assign(lengths: Sequence[int], budget: int, count: int, units: Sequence[int] | None = None) -> list[list[int]]:
     """Rows of each of `count` micro-batches (`count` >= least_count), balanced by tokens; some may be empty.
 
-    Rows of length 0 are in none. A micro-batch exceeds the budget only when it is a single row that does.
+    The rows of a unit are in one micro-batch, side by side. Rows of length 0 are in none. A micro-batch exceeds the budget
+    only when it is a single unit that does.
     """
-    bins = _balanced(lengths, count)
-    if any(len(rows) > 1 and sum(lengths[row] for row in rows) > budget for rows in bins):
-        bins = _first_fit(lengths, budget)
+    groups = unit_rows(units, len(lengths))
+    sums = _sums(lengths, groups)
+    bins = _balanced(sums, count)
+    if any(len(members) > 1 and sum(sums[unit] for unit in members) > budget for members in bins):
+        bins = _first_fit(sums, budget)
         bins += [[] for _ in range(count - len(bins))]
-    return sorted((sorted(rows) for rows in bins), key=lambda rows: (not rows, rows))
+    ordered = sorted((sorted(members) for members in bins), key=lambda members: (not members, members))
+    return [[row for unit in members for row in groups[unit] if lengths[row]] for members in ordered]
 
 
 def pack(batch: Batch, rows: Sequence[int], multiple: int = 1) -> PackedRows:
@@ -113,6 +121,10 @@ def token_columns(batch: Batch, packed: PackedRows) -> dict[str, torch.Tensor]:
 
 def _join(parts: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+
+
+def _sums(lengths: Sequence[int], groups: Sequence[Sequence[int]]) -> list[int]:
+    return [sum(lengths[row] for row in rows) for rows in groups]
 
 
 def _longest_first(lengths: Sequence[int]) -> list[int]:

@@ -22,9 +22,15 @@ class ReferenceWorker:
 
     @register(Protocol.DP)
     def compute_ref_log_prob(self, batch: Batch) -> Batch:
-        """Adds ref_log_prob (Ragged float32) and kl_sum: the configured KL estimate of old_log_prob summed over each row."""
+        """Adds ref_log_prob (Ragged float32) and its sum over each row, ref_log_prob_sum.
+
+        Where the policy's old_log_prob is there, also kl_sum: the configured KL estimate summed over each row.
+        """
         result = self.engine.log_probs(batch, temperature=self.config.rollout.temperature, entropy=False,
                                        token_budget=self.config.reference.log_prob_max_tokens_per_micro_batch)
-        reference, old = result["log_prob"], batch["old_log_prob"]
-        kl = Ragged(self.kl(old.values, reference.values), old.lengths)
-        return Batch({"ref_log_prob": reference, "kl_sum": kl.sums()})
+        reference = result["log_prob"]
+        columns = {"ref_log_prob": reference, "ref_log_prob_sum": reference.sums()}
+        if "old_log_prob" in batch:
+            old = batch["old_log_prob"]
+            columns["kl_sum"] = Ragged(self.kl(old.values, reference.values), old.lengths).sums()
+        return Batch(columns)

@@ -23,6 +23,24 @@ def test_rows_are_covered_exactly_once_and_always_alike(tokens: list[int], parts
     assert dealt == assign_rows(tokens, parts, balance)
 
 
+@given(st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 9)), max_size=60), PARTS, st.sampled_from(BALANCES))
+def test_units_are_dealt_whole(rows: list[tuple[int, int]], parts: int, balance: str) -> None:
+    tokens, units = [n for n, _ in rows], [unit for _, unit in rows]
+    dealt = assign_rows(tokens, parts, balance, units)
+    assert sorted(row for part in dealt for row in part) == list(range(len(rows)))
+    held = [{units[row] for row in part} for part in dealt]
+    assert sum(len(part) for part in held) == len(set(units))  # no unit is in two parts
+    if balance == "tokens":
+        loads = [sum(tokens[row] for row in part) for part in dealt]
+        largest = max((sum(n for n, other in rows if other == unit) for unit in units), default=0)
+        assert max(loads) - min(loads) <= largest
+
+
+@given(TOKENS, PARTS, st.sampled_from(BALANCES))
+def test_units_of_one_row_are_dealt_as_rows(tokens: list[int], parts: int, balance: str) -> None:
+    assert assign_rows(tokens, parts, balance, [3 * row for row in range(len(tokens))]) == assign_rows(tokens, parts, balance)
+
+
 @given(TOKENS, PARTS)
 def test_tokens_differ_by_one_row_at_most(tokens: list[int], parts: int) -> None:
     loads = [sum(tokens[row] for row in part) for part in assign_rows(tokens, parts, "tokens")]

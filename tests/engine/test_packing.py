@@ -9,6 +9,7 @@ from hybridflow.data.batch import Batch, Ragged
 from hybridflow.engine.packing import assign, costs, least_count, pack, token_columns
 
 LENGTHS = st.lists(st.integers(0, 40), max_size=40)
+ROWS_IN_UNITS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12)), max_size=40)
 
 
 def batch_of(prompts: list[list[int]], responses: list[list[int]]) -> Batch:
@@ -34,6 +35,29 @@ def test_every_row_is_in_one_micro_batch_within_budget(lengths, budget, extra) -
     for rows in bins:
         assert sum(lengths[i] for i in rows) <= budget or len(rows) == 1
     assert bins == assign(list(lengths), budget, count)
+
+
+@settings(deadline=None)
+@given(ROWS_IN_UNITS, st.integers(1, 120), st.integers(0, 5))
+def test_units_are_whole_and_side_by_side(rows, budget, extra) -> None:
+    lengths, units = [length for length, _ in rows], [unit for _, unit in rows]
+    bins = assign(lengths, budget, least_count(lengths, budget, units) + extra, units)
+    assert sorted(row for members in bins for row in members) == [i for i, n in enumerate(lengths) if n]
+    for members in bins:
+        inside = [units[row] for row in members]
+        changes = 1 + sum(a != b for a, b in zip(inside, inside[1:])) if inside else 0
+        assert changes == len(set(inside))  # every unit is one run
+        assert sum(lengths[row] for row in members) <= budget or len(set(inside)) == 1
+        assert all(unit not in [units[row] for row in other] for unit in inside for other in bins if other is not members)
+
+
+@settings(deadline=None)
+@given(LENGTHS, st.integers(1, 60), st.integers(0, 5))
+def test_units_of_one_row_change_nothing(lengths, budget, extra) -> None:
+    units = [7 * i for i in range(len(lengths))]
+    assert least_count(lengths, budget, units) == least_count(lengths, budget)
+    count = least_count(lengths, budget) + extra
+    assert assign(lengths, budget, count, units) == assign(lengths, budget, count)
 
 
 @settings(deadline=None)

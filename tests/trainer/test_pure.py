@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hybridflow.algorithms.minibatch import mini_batches
+from hybridflow.algorithms.minibatch import fill, mini_batches
 from hybridflow.algorithms.registry import ALGORITHMS, get_algorithm
 from hybridflow.cluster.sharded import ShardedBatch
 from hybridflow.config.schema import AlgorithmConfig, Config
@@ -65,6 +65,32 @@ def test_every_pass_covers_the_rows_once_in_an_order_of_its_own() -> None:
     assert rows_of(config, batch, step=5) != minis
     config.trainer.seed += 1
     assert rows_of(config, batch, step=4) != minis
+
+
+@pytest.mark.parametrize("per_unit", [2, 3])
+def test_mini_batches_hold_whole_units(per_unit: int) -> None:
+    config = Config()
+    config.algorithm.mini_batch_size, config.algorithm.update_epochs = 6, 2
+    batch = responses(24)
+    unit = torch.randperm(24, generator=torch.Generator().manual_seed(1)) // per_unit  # members lie anywhere in the batch
+    minis = list(mini_batches(batch.with_columns(unit=unit), config, step=1))
+    assert [len(mini) for mini in minis] == [6] * 8
+    for mini in minis:
+        assert mini["unit"].unique(return_counts=True)[1].tolist() == [per_unit] * (6 // per_unit)
+    assert sorted(row for mini in minis[:4] for row in mini["prompt_id"].tolist()) == list(range(24))
+
+
+def test_mini_batches_without_units_are_those_of_units_of_one_row() -> None:
+    config = Config()
+    config.algorithm.mini_batch_size, config.algorithm.update_epochs = 5, 2
+    batch = responses(23)
+    assert rows_of(config, batch.with_columns(unit=torch.arange(23) * 5), step=2) == rows_of(config, batch, step=2)
+    order = torch.randperm(23, generator=torch.Generator().manual_seed(hash((config.trainer.seed, 2, 0)) % 2**63))
+    assert rows_of(config, batch, step=2)[:5] == [part.tolist() for part in order.split(5)]
+
+
+def test_a_unit_larger_than_a_mini_batch_is_alone() -> None:
+    assert list(fill([[0], [1, 2, 3], [4], [5]], 2)) == [[0], [1, 2, 3], [4, 5]]
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean", "constant"])
