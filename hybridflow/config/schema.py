@@ -120,11 +120,18 @@ class DataConfig:
     train_files: list[str] = MISSING  # parquet, JSONL, or a Hugging Face dataset folder
     val_files: list[str] = field(default_factory=list)
     prompt_key: str = "prompt"  # column: a string, or chat messages [{role, content}, ...]
-    response_key: str = "response"  # column with the target text (SFT)
+    response_key: str = "response"  # column with the given response (SFT, KTO): a string, or the chat messages that answer the prompt
+    chosen_key: str = "chosen"  # column with the better response of a pair (DPO, reward model), written like response_key's
+    rejected_key: str = "rejected"  # column with the worse response of a pair
+    label_key: str = "label"  # column that says whether the response is desirable (KTO): true or false
+    margin_key: str | None = None  # column with how much better the chosen response is (reward model); null: no margin
     apply_chat_template: bool = False  # render a plain string prompt as one user message
     max_prompt_length: int = setting(1024, minimum=1)  # tokens
     # error, left (keep the last tokens), right (keep the first) or filter
     prompt_too_long: str = setting("error", choices=("error", "left", "right", "filter"))
+    max_response_length: int = setting(1024, minimum=1)  # tokens of a given response, its EOS included
+    # error, right (keep the first tokens, without EOS) or filter
+    response_too_long: str = setting("error", choices=("error", "right", "filter"))
     malformed_rows: str = setting("error", choices=("error", "skip"))  # error, or skip (counted)
     train_batch_size: int = setting(64, minimum=1)  # prompts per step
     val_batch_size: int | None = setting(None, minimum=1)  # prompts per validation call; null: all

@@ -31,8 +31,31 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Messages, place: s
             f"{place}: the prompt is a list of chat messages, but the tokenizer {tokenizer.name_or_path!r} has no chat template; "
             "set actor.model.chat_template=FILE (a Jinja template), or give prompts as plain strings"
         )
+    return _render(tokenizer, messages, place, answering=True)
+
+
+def render_reply(tokenizer: PreTrainedTokenizerBase, messages: Messages, reply: Messages, place: str) -> str:
+    """What the template writes after the prompt `messages` for the assistant's `reply`, up to and with the EOS token if it has one.
+
+    `reply` is one assistant message; it may repeat the prompt's messages before it. Raises DataError where it is anything
+    else, or where the template writes the prompt in another way once there is a reply.
+    """
+    own = reply[len(messages):] if reply[: len(messages)] == messages else reply
+    if [message["role"] for message in own] != ["assistant"]:
+        roles = [message["role"] for message in reply]
+        raise DataError(f"{place}: a response in chat messages is one assistant message, after the prompt's messages or alone; got the "
+                        f"roles {roles} for a prompt of {[message['role'] for message in messages]}")
+    prompt, whole = render_chat(tokenizer, messages, place), _render(tokenizer, messages + own, place, answering=False)
+    if not whole.startswith(prompt):
+        raise DataError(f"{place}: the chat template writes the prompt in another way once there is a reply, so that the response has no "
+                        f"beginning; give the response as a string. Prompt: {prompt!r}; with the reply: {whole!r}")
+    text, eos = whole[len(prompt):], tokenizer.eos_token
+    return text[: text.rindex(eos) + len(eos)] if eos and eos in text else text
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, messages: Messages, place: str, answering: bool) -> str:
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answering)
     except jinja2.TemplateError as error:
         raise DataError(f"{place}: the chat template refuses these messages: {error}; correct them or actor.model.chat_template") from error
 

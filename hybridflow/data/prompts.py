@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hybridflow.config.schema import DataConfig
 from hybridflow.data.batch import Batch, Ragged
-from hybridflow.data.chat import check_messages, encode_chats, encode_texts, render_chat
+from hybridflow.data.chat import Messages, check_messages, encode_chats, encode_texts, render_chat
 from hybridflow.data.reading import Row, read_files
 from hybridflow.errors import DataError
 
@@ -23,34 +23,39 @@ POLICIES = ("error", "left", "right", "filter")
 
 @dataclass
 class Prompt:
-    """One usable row: the text the model sees, its ids, and the row's other columns."""
+    """One usable row: the text the model sees (`messages`: the chat it was rendered from), its ids, and the row's other columns.
+
+    responses, response_ids: given responses, one for each of the dataset's response columns. numbers: what else a loss reads.
+    """
 
     text: str
-    is_chat: bool
+    messages: Messages | None
     columns: dict[str, Any]
     place: str
-    response: str | None = None
     ids: list[int] = field(default_factory=list)
-    response_ids: list[int] = field(default_factory=list)
+    responses: list[str] = field(default_factory=list)
+    response_ids: list[list[int]] = field(default_factory=list)
+    numbers: dict[str, float] = field(default_factory=dict)
 
 
 class PromptDataset:
     """The prompts of `files`, tokenised.
 
     A prompt is the column `data.prompt_key`: a string (with `data.apply_chat_template` rendered as one user message) or
-    chat messages. with_response: also read `data.response_key` (SFT); its ids end with the EOS token.
+    chat messages. Subclasses read given responses as well (responses.py, preferences.py).
     `counts`: rows read, kept, malformed, filtered, truncated.
     Raises DataError, naming file and row, for whatever cannot be used (rules: hybridflow/data/reading.py and DataConfig).
     """
 
-    def __init__(self, files: Sequence[str], data: DataConfig, tokenizer: PreTrainedTokenizerBase, with_response: bool = False) -> None:
+    settings: tuple[str, ...] = ("prompt_key",)  # keys of DataConfig that name the columns a row must have
+
+    def __init__(self, files: Sequence[str], data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         _check_settings(data)
-        self.data, self.tokenizer, self.with_response = data, tokenizer, with_response
+        self.data, self.tokenizer = data, tokenizer
         found = read_files(files, skip_malformed=data.malformed_rows == "skip")
         self.counts = {"read": len(found.rows) + found.malformed, "malformed": found.malformed, "filtered": 0, "truncated": 0}
-        self._check_column(found.rows, data.prompt_key, "data.prompt_key")
-        if with_response:
-            self._check_column(found.rows, data.response_key, "data.response_key")
+        for setting in self.settings:
+            self._check_column(found.rows, setting)
         prompts = self._usable(found.rows)
         self._tokenize(prompts)
         self.prompts = self._limit_length(prompts)
@@ -65,17 +70,11 @@ class PromptDataset:
         return len(self.prompts)
 
     def batch(self, indices: Sequence[int], prompt_ids: Sequence[int]) -> Batch:
-        """Columns prompt_id int64 [B] (the given instance ids), prompt_ids Ragged int64, prompt_length int64 [B]; with
-        responses also response_ids Ragged int64 (EOS included) and response_length int64 [B]."""
+        """Columns prompt_id int64 [B] (the given instance ids), prompt_ids Ragged int64, prompt_length int64 [B]."""
         if len(indices) != len(prompt_ids):
             raise ValueError(f"{len(indices)} indices but {len(prompt_ids)} instance ids")
-        picked = [self.prompts[i] for i in indices]
-        tokens = Ragged.from_rows([prompt.ids for prompt in picked], torch.int64)
-        batch = Batch({"prompt_id": torch.tensor(prompt_ids, dtype=torch.int64), "prompt_ids": tokens, "prompt_length": tokens.lengths})
-        if self.with_response:
-            responses = Ragged.from_rows([prompt.response_ids for prompt in picked], torch.int64)
-            batch = batch.with_columns(response_ids=responses, response_length=responses.lengths)
-        return batch
+        tokens = Ragged.from_rows([self.prompts[i].ids for i in indices], torch.int64)
+        return Batch({"prompt_id": torch.tensor(prompt_ids, dtype=torch.int64), "prompt_ids": tokens, "prompt_length": tokens.lengths})
 
     def texts(self, indices: Sequence[int]) -> list[str]:
         """The prompts as the model sees them: the string, or the rendered chat (before any truncation)."""
@@ -85,11 +84,12 @@ class PromptDataset:
         """Every column of the file but the prompt, as Python objects: what a reward function gets."""
         return [self.prompts[i].columns for i in indices]
 
-    def _check_column(self, rows: list[Row], key: str, setting: str) -> None:
+    def _check_column(self, rows: list[Row], setting: str) -> None:
+        key = getattr(self.data, setting)
         if not any(key in row.values for row in rows):
             raise DataError(
                 f"{rows[0].place}: there is no column {key!r}; the columns are {sorted(rows[0].values)}; "
-                f"set {setting} to the one that holds the {'prompt' if setting.endswith('prompt_key') else 'response'}"
+                f"set data.{setting} to the one that holds the {setting.removesuffix('_key')}"
             )
 
     def _usable(self, rows: Iterable[Row]) -> list[Prompt]:
@@ -104,30 +104,25 @@ class PromptDataset:
         return prompts
 
     def _prompt(self, row: Row) -> Prompt:
-        value = self._field(row, self.data.prompt_key, "data.prompt_key")
-        if isinstance(value, str) and not self.data.apply_chat_template:
-            text, is_chat = value, False
-        elif isinstance(value, str):
-            text, is_chat = render_chat(self.tokenizer, [{"role": "user", "content": value}], row.place), True
+        value = self._field(row, "prompt_key")
+        messages = None
+        if isinstance(value, str) and self.data.apply_chat_template:
+            messages = [{"role": "user", "content": value}]
         elif isinstance(value, list):
-            text, is_chat = render_chat(self.tokenizer, check_messages(value, row.place), row.place), True
-        else:
+            messages = check_messages(value, row.place)
+        elif not isinstance(value, str):
             raise DataError(
                 f"{row.place}: column {self.data.prompt_key!r} must be a string or chat messages [{{role, content}}, ...], "
                 f"got {type(value).__name__}: {value!r}"
             )
+        text = value if messages is None else render_chat(self.tokenizer, messages, row.place)
         columns = {key: column for key, column in row.values.items() if key != self.data.prompt_key}
-        return Prompt(text, is_chat, columns, row.place, self._response(row) if self.with_response else None)
+        return Prompt(text, messages, columns, row.place)
 
-    def _response(self, row: Row) -> str:
-        value = self._field(row, self.data.response_key, "data.response_key")
-        if not isinstance(value, str):
-            raise DataError(f"{row.place}: column {self.data.response_key!r} must be a string, got {type(value).__name__}: {value!r}")
-        return value
-
-    def _field(self, row: Row, key: str, setting: str) -> Any:
+    def _field(self, row: Row, setting: str) -> Any:
+        key = getattr(self.data, setting)
         if key not in row.values:
-            raise DataError(f"{row.place}: the row lacks column {key!r} ({setting}); its columns are {sorted(row.values)}")
+            raise DataError(f"{row.place}: the row lacks column {key!r} (data.{setting}); its columns are {sorted(row.values)}")
         value = row.values[key]
         if value is None or (isinstance(value, (str, list)) and not value):
             raise DataError(
@@ -137,22 +132,12 @@ class PromptDataset:
 
     def _tokenize(self, prompts: list[Prompt]) -> None:
         for is_chat, encode in ((False, encode_texts), (True, encode_chats)):
-            group = [prompt for prompt in prompts if prompt.is_chat == is_chat]
+            group = [prompt for prompt in prompts if (prompt.messages is not None) == is_chat]
             for prompt, ids in zip(group, encode(self.tokenizer, [prompt.text for prompt in group]), strict=True):
                 prompt.ids = ids
         for prompt in prompts:
             if not prompt.ids:
                 raise DataError(f"{prompt.place}: {prompt.text!r} has no tokens with the tokenizer {self.tokenizer.name_or_path!r}")
-        if self.with_response:
-            encoded = encode_chats(self.tokenizer, [str(prompt.response) for prompt in prompts])
-            for prompt, ids in zip(prompts, encoded, strict=True):
-                prompt.response_ids = self._end(ids)
-
-    def _end(self, ids: list[int]) -> list[int]:
-        eos = self.tokenizer.eos_token_id
-        if eos is None:
-            raise DataError(f"the tokenizer {self.tokenizer.name_or_path!r} has no EOS token, so responses could not end; give it one")
-        return ids if ids[-1:] == [eos] else [*ids, eos]
 
     def _limit_length(self, prompts: list[Prompt]) -> list[Prompt]:
         limit, policy, kept = self.data.max_prompt_length, self.data.prompt_too_long, []

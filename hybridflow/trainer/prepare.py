@@ -12,6 +12,7 @@ from hybridflow.algorithms.registry import get_algorithm
 from hybridflow.config.layout import GenerationLayout, Layout
 from hybridflow.config.schema import Config
 from hybridflow.config.validate import generates
+from hybridflow.data.preferences import DATASETS
 from hybridflow.data.prompts import PromptDataset
 from hybridflow.data.sampler import PromptSampler
 from hybridflow.data.tokenizer import load_tokenizer
@@ -46,8 +47,9 @@ def prepare(config: Config, world: int) -> Prepared:
     algorithm = get_algorithm(config.algorithm.name)
     tokenizer = load_tokenizer(config.actor.model)
     rl = generates(config)
-    train = PromptDataset(config.data.train_files, config.data, tokenizer, with_response=not rl)
-    validation = PromptDataset(config.data.val_files, config.data, tokenizer, with_response=not rl) if config.data.val_files else None
+    dataset = DATASETS["prompts" if rl else "responses"]
+    train = dataset(config.data.train_files, config.data, tokenizer)
+    validation = dataset(config.data.val_files, config.data, tokenizer) if config.data.val_files else None
     sampler = PromptSampler(len(train), config.data.train_batch_size, config.trainer.seed, config.data.shuffle)
     if rl:
         _try_reward_function(config, train, tokenizer)

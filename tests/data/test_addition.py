@@ -8,7 +8,7 @@ from pathlib import Path
 from transformers import AutoModelForCausalLM
 
 from hybridflow.config.schema import DataConfig, ModelConfig
-from hybridflow.data.prompts import PromptDataset
+from hybridflow.data.responses import ResponseDataset
 from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.rewards.tasks.addition import score
 
@@ -26,7 +26,7 @@ def test_files_and_model(tmp_path: Path) -> None:
     SCRIPT["write_model"](tmp_path / "model", 0)
     SCRIPT["write_rows"](tmp_path / "train.parquet", [(3, 9), (67, 68)])
     tokenizer = load_tokenizer(ModelConfig(str(tmp_path / "model")))
-    data = PromptDataset([str(tmp_path / "train.parquet")], DataConfig(train_files=[]), tokenizer, with_response=True)
+    data = ResponseDataset([str(tmp_path / "train.parquet")], DataConfig(train_files=[]), tokenizer)
     batch = data.batch([0, 1], [0, 1])
     assert data.texts([0, 1]) == ["03+09=", "67+68="]
     assert [tokenizer.decode(row) for row in batch["response_ids"].rows()] == ["21<eos>", "531<eos>"]

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from hybridflow.config.schema import DataConfig
+from hybridflow.data.preferences import DATASETS
 from hybridflow.data.prompts import PromptDataset
 from hybridflow.errors import DataError
 from tests.tiny import tiny_tokenizer
@@ -40,8 +41,8 @@ def hf_folder(folder: Path, rows: list[dict]) -> str:
     return str(path)
 
 
-def load(path: str | list[str], tokenizer=TOKENIZER, with_response: bool = False, **settings) -> PromptDataset:
-    return PromptDataset([path] if isinstance(path, str) else path, DataConfig(train_files=[], **settings), tokenizer, with_response)
+def load(path: str | list[str], tokenizer=TOKENIZER, kind: str = "prompts", **settings) -> PromptDataset:
+    return DATASETS[kind]([path] if isinstance(path, str) else path, DataConfig(train_files=[], **settings), tokenizer)
 
 
 @pytest.mark.parametrize("write", [jsonl, parquet, hf_folder])
@@ -78,13 +79,6 @@ def test_string_prompt_as_user_message(tmp_path: Path) -> None:
 def test_several_files_keep_their_order(tmp_path: Path) -> None:
     data = load([jsonl(tmp_path, ROWS[1:], "b.jsonl"), jsonl(tmp_path, ROWS[:1], "a.json")])
     assert data.texts([0, 1]) == ["10+20=", "1+2="] and len(data) == 2
-
-
-def test_responses_end_with_eos_once(tmp_path: Path) -> None:
-    rows = [{"prompt": "1+2=", "response": "3"}, {"prompt": "2+2=", "response": "4<eos>"}, {"prompt": "10+2=", "response": "12"}]
-    batch = load(jsonl(tmp_path, rows), with_response=True).batch([0, 1, 2], [0, 1, 2])
-    assert [TOKENIZER.decode(row) for row in batch["response_ids"].rows()] == ["3<eos>", "4<eos>", "12<eos>"]
-    assert batch["response_length"].tolist() == [2, 2, 3]
 
 
 def test_c31_no_chat_template_names_the_setting(tmp_path: Path) -> None:
@@ -156,7 +150,7 @@ def test_c32_missing_column_lists_columns_and_setting(tmp_path: Path, write) -> 
         with pytest.raises(DataError, match=r"no column 'prompt'; the columns are \['answer', 'question'\]; set data.prompt_key"):
             load(path, malformed_rows=policy)
     with pytest.raises(DataError, match=r"no column 'response'.*set data.response_key"):
-        load(path, prompt_key="question", with_response=True)
+        load(path, prompt_key="question", kind="responses")
     assert load(path, prompt_key="question").texts([0]) == ["1+1"]
 
 
@@ -173,11 +167,6 @@ def test_one_bad_row(tmp_path: Path, row: dict, message: str) -> None:
     with pytest.raises(DataError, match=f"data.jsonl, line 2: {message}"):
         load(path)
     assert load(path, malformed_rows="skip").counts["malformed"] == 1
-
-
-def test_response_of_the_wrong_type(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="line 1: column 'response' must be a string, got int: 3"):
-        load(jsonl(tmp_path, [{"prompt": "1+2=", "response": 3}]), with_response=True)
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
