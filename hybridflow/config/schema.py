@@ -91,6 +91,7 @@ class RewardConfig:
     function: str = MISSING  # package.module:name
     kwargs: dict[str, Any] = field(default_factory=dict)  # extra keyword arguments of the function
     workers: int = setting(2, minimum=1)  # processes that run it
+    concurrency: int = setting(64, minimum=1)  # calls of an `async def` function in flight in each process
     timeout_seconds: float = setting(30.0, above=0)  # wall clock per response
     timeout_reward: float = 0.0  # score of a response whose call timed out (counted in reward/timeouts)
     # A reward function that raises: raise ends the run; score gives error_reward, counted.

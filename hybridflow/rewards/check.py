@@ -28,6 +28,11 @@ def check_reward_function(reward: RewardConfig, dataset: PromptDataset, tokenize
         if problems:
             raise ConfigError(problems)
         result = runner.score(dataset.texts([0]) * 2, [SAMPLE_RESPONSE] * 2, [columns] * 2, ["stop"] * 2, [length] * 2)
+    if result.metrics["reward/abstained"]:
+        raise RewardError(
+            f"reward.function={reward.function} returned None (no score) for the sample response {SAMPLE_RESPONSE!r} to "
+            f"{dataset.texts([0])[0]!r}, and nothing else scores it: return a number (a missing `return` gives None)"
+        )
     if result.metrics["reward/timeouts"]:
         raise RewardError(
             f"reward.function={reward.function} took longer than reward.timeout_seconds={reward.timeout_seconds:g} "

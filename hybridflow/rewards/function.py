@@ -2,8 +2,11 @@
 
 A function scores one response or a whole batch; which one, its parameter names decide:
 
-    def reward(prompt: str, response: str, **columns) -> float | dict            # or `async def`
-    def reward(prompts: list[str], responses: list[str], **columns) -> list      # columns: name -> list of values
+    def reward(prompt: str, response: str, **columns) -> float | list[float] | dict | None     # or `async def`
+    def reward(prompts: list[str], responses: list[str], **columns) -> list                    # columns: name -> list of values
+
+For each response it returns a number, or a list with one number per response token, or a dict with that as `score` and
+more numbers or texts, which become columns of the batch; None: it abstains (docs/rewards.md).
 
 It gets the data columns it names (all of them with `**columns`), the keyword arguments of `reward.kwargs`, and, when it
 names them, `finish_reason` ("stop" or "length") and `response_length` in tokens (`finish_reasons`, `response_lengths`
@@ -25,7 +28,7 @@ from typing import Any
 from hybridflow.errors import ConfigError
 
 SHAPES = (
-    "function(prompt: str, response: str, **columns) -> float or {'score': float, metric: float, ...}, or batched: "
+    "function(prompt: str, response: str, **columns) -> float or {'score': float, name: float, ...}, or batched: "
     "function(prompts: list[str], responses: list[str], **columns) -> list with one entry per response"
 )
 SINGLE = ("prompt", "response", "finish_reason", "response_length")
@@ -49,9 +52,15 @@ class Signature:
     """What a reward function accepts. required: parameters without default; named: all parameters but *args, **kwargs."""
 
     batched: bool
+    asynchronous: bool
     named: tuple[str, ...]
     required: tuple[str, ...]
     takes_all: bool
+
+    @property
+    def concurrent(self) -> bool:
+        """Whether one process may have several calls in flight."""
+        return self.asynchronous and not self.batched
 
     def problems(self, name: str, kwargs: dict[str, Any], columns: Sequence[str]) -> list[str]:
         """Why the function cannot be called with these fixed arguments and data columns; empty when it can."""
@@ -102,7 +111,8 @@ def signature_of(function: Callable, name: str) -> Signature:
     if len(single) + len(batched) != 2 or len(single) == 1:
         raise ConfigError(f"reward.function={name} has the parameters {inspect.signature(function)}; expected {SHAPES}")
     return Signature(
-        batched=bool(batched), named=tuple(p.name for p in named), required=tuple(p.name for p in named if p.default is p.empty),
+        batched=bool(batched), asynchronous=any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None)))),
+        named=tuple(p.name for p in named), required=tuple(p.name for p in named if p.default is p.empty),
         takes_all=any(p.kind is p.VAR_KEYWORD for p in parameters.values()),
     )
 

@@ -10,9 +10,9 @@ from multiprocessing.connection import wait
 from hybridflow.config.schema import RewardConfig
 from hybridflow.errors import RewardError
 from hybridflow.rewards.function import Item
-from hybridflow.rewards.outcome import TIMED_OUT, AnyOutcome, failure_text
+from hybridflow.rewards.outcome import failure_text
 from hybridflow.rewards.process import RewardProcess
-from hybridflow.rewards.worker import Failure
+from hybridflow.rewards.worker import TIMED_OUT, Failure, Outcome
 
 POLL_SECONDS = 0.5  # how often a process that died without closing its pipe is looked for
 CHUNK = 16  # responses sent at once: hides the round trip, small enough to keep the processes evenly busy
@@ -24,10 +24,11 @@ class Job:
     def __init__(self, config: RewardConfig, processes: Sequence[RewardProcess], items: Sequence[Item]) -> None:
         self.config, self.processes, self.items = config, list(processes), items
         self.waiting = deque(range(len(items)))
-        self.outcomes: dict[int, AnyOutcome] = {}
+        self.outcomes: dict[int, Outcome] = {}
+        self.alone: set[int] = set()  # to be sent one at a time: their process ended while it had several calls in flight
         self.lost_while_idle = 0
 
-    def run(self) -> list[AnyOutcome]:
+    def run(self) -> list[Outcome]:
         """One outcome per item, in order. Raises RewardError at the first failure that ends the run."""
         while len(self.outcomes) < len(self.items):
             for slot in range(len(self.processes)):
@@ -51,8 +52,7 @@ class Job:
         process = self.processes[slot]
         if process.pending or process.signature is None or not self.waiting:
             return
-        share = len(self.items) if process.signature.batched else min(CHUNK, -(-len(self.waiting) // (2 * len(self.processes))))
-        numbers = [self.waiting.popleft() for _ in range(share)]
+        numbers = self._share(process)
         try:
             process.send(numbers, [self.items[number] for number in numbers])
         except (BrokenPipeError, ConnectionResetError) as error:
@@ -61,6 +61,19 @@ class Job:
             if self.lost_while_idle > 2 * len(self.processes):
                 raise RewardError(f"reward processes of {self.config.function} end by themselves between two calls") from error
             self._replace(slot)
+
+    def _share(self, process: RewardProcess) -> list[int]:
+        """The next items of a process: all for a batched function, else few enough that none waits while others idle."""
+        if process.signature.batched:
+            share = len(self.waiting)
+        elif process.signature.concurrent:
+            share = min(self.config.concurrency, -(-len(self.waiting) // len(self.processes)))
+        else:
+            share = min(CHUNK, -(-len(self.waiting) // (2 * len(self.processes))))
+        numbers = [self.waiting.popleft()]
+        while len(numbers) < share and not self.alone.intersection((numbers[0], self.waiting[0])):
+            numbers.append(self.waiting.popleft())
+        return numbers
 
     def _look_at(self, slot: int, answered: bool) -> None:
         process = self.processes[slot]
@@ -89,13 +102,16 @@ class Job:
         batched = self.processes[slot].signature.batched
         self._give_up(slot, Failure(f"did not return: its process {self.processes[slot].exit_text()}", whole=batched))
 
-    def _give_up(self, slot: int, outcome: AnyOutcome) -> None:
+    def _give_up(self, slot: int, outcome: Outcome) -> None:
         """Replace the process. The response it was at (all of them for a batched function) gets `outcome`; those it had
-        not started on go to another one."""
-        process = self.processes[slot]
-        batched, pending = process.signature.batched, list(process.pending)
+        not started on go to another one. Of several asynchronous calls the guilty one is not known: each is tried again, alone."""
+        signature, pending = self.processes[slot].signature, list(self.processes[slot].pending)
         self._replace(slot)
-        concerned = pending if batched else pending[:1]
+        if signature.concurrent and len(pending) > 1:
+            self.alone.update(pending)
+            self.waiting.extendleft(reversed(pending))
+            return
+        concerned = pending if signature.batched else pending[:1]
         self.waiting.extendleft(reversed(pending[len(concerned):]))
         for number in concerned:
             self._record(number, outcome)
@@ -104,7 +120,7 @@ class Job:
         self.processes[slot].kill()
         self.processes[slot] = RewardProcess(self.config)
 
-    def _record(self, number: int, outcome: AnyOutcome) -> None:
+    def _record(self, number: int, outcome: Outcome) -> None:
         if isinstance(outcome, Failure) and (outcome.contract or self.config.on_error == "raise"):
             raise RewardError(failure_text(self.config, outcome, number, self.items))
         self.outcomes[number] = outcome

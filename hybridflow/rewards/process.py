@@ -15,7 +15,7 @@ from multiprocessing import Pipe
 from hybridflow.config.schema import RewardConfig
 from hybridflow.errors import ConfigError, RewardError
 from hybridflow.rewards.function import Item, Signature
-from hybridflow.rewards.worker import Outcome
+from hybridflow.rewards.worker import ASYNC_GRACE_SECONDS, Outcome
 
 START_TIMEOUT_SECONDS = 120.0  # the first import of a reward function may load a large library
 BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from hybridflow.rewards.worker import serve; serve(int(sys.argv[2]))"
@@ -67,7 +67,9 @@ class RewardProcess:
         self.restart_clock()
 
     def restart_clock(self) -> None:
-        self.deadline = time.monotonic() + self.config.timeout_seconds
+        """An asynchronous call ends itself in time, unless it does not yield."""
+        grace = ASYNC_GRACE_SECONDS if self.signature is not None and self.signature.concurrent else 0.0
+        self.deadline = time.monotonic() + self.config.timeout_seconds + grace
 
     def receive(self) -> list[Outcome]:
         """The outcomes of the next items. Raises EOFError or ConnectionResetError when the process died."""
@@ -91,4 +93,3 @@ class RewardProcess:
             pass  # nothing of that session is left
         self.process.wait()
         self.pipe.close()
-

@@ -10,9 +10,11 @@ from typing import Any
 
 from hybridflow.rewards.function import Item
 
+RESERVED = frozenset({"timeouts", "errors", "abstained", "mean", "std", "min", "max"})  # metrics hybridflow itself writes below reward/
+
 
 class BadValue(Exception):
-    """One response got something that is no reward: None, NaN, infinite, or not a number."""
+    """One response got something that is no reward: NaN, infinite, or not a number."""
 
 
 class BadShape(Exception):
@@ -21,11 +23,19 @@ class BadShape(Exception):
 
 @dataclass(frozen=True)
 class Score:
-    """Reward of one response. tokens: one reward per response token when the function returned those; score is their sum."""
+    """Reward of one response. score: NaN where the function abstained (returned None). tokens: one reward per response token
+    when the function returned those; score is their sum. extras: what else it returned for this response, by name."""
 
     score: float
     tokens: list[float] | None = None
-    metrics: dict[str, float] = field(default_factory=dict)
+    extras: dict[str, float | str | None] = field(default_factory=dict)
+
+    @property
+    def abstained(self) -> bool:
+        return math.isnan(self.score)
+
+
+ABSTAINED = Score(math.nan)
 
 
 def parse_single(value: Any, item: Item) -> Score:
@@ -58,8 +68,12 @@ def _parse_row(value: Any, item: Item) -> Score:
         if "score" not in value:
             raise BadShape(f"returned a dict with the keys {sorted(map(str, value))}, expected the key 'score' among them")
         inner = _parse_row(_plain(value["score"]), item)
-        metrics = {str(name): _metric(str(name), metric) for name, metric in value.items() if name != "score"}
-        return Score(inner.score, inner.tokens, metrics)
+        taken = sorted(RESERVED & set(map(str, value)))
+        if taken:
+            raise BadShape(f"returned a dict with the keys {taken}, which are names of metrics that hybridflow writes itself; rename them")
+        return Score(inner.score, inner.tokens, {str(name): _extra(str(name), extra) for name, extra in value.items() if name != "score"})
+    if value is None:
+        return ABSTAINED
     if isinstance(value, list):
         tokens = [_number(token) for token in _token_row(value, item)]
         return Score(math.fsum(tokens), tokens)
@@ -85,14 +99,14 @@ def _number(value: Any) -> float:
     return float(value)
 
 
-def _metric(name: str, value: Any) -> float:
-    """A metric may be absent for a response (None or NaN): it is left out of the mean."""
+def _extra(name: str, value: Any) -> float | str | None:
+    """A number or a text; None and NaN: this response has none."""
     value = _plain(value)
-    if value is None:
-        return math.nan
+    if value is None or isinstance(value, str):
+        return value
     if not isinstance(value, numbers.Real):
-        raise BadValue(f"returned the metric {name}={value!r} ({type(value).__name__}), expected a number or None")
-    return float(value)
+        raise BadValue(f"returned {name}={value!r} ({type(value).__name__}), expected a number, a text or None")
+    return None if math.isnan(value) else float(value)
 
 
 def _plain(value: Any) -> Any:

@@ -20,7 +20,9 @@ class RewardRunner:
 
     - A call that takes longer than `timeout_seconds` is killed with its process, which is replaced; its response gets
       `timeout_reward` and counts in reward/timeouts. A batched function has that time for its whole batch.
-    - A function that raises, returns None, NaN, infinity or no number, or ends its process: with on_error=raise
+    - An asynchronous function has up to `concurrency` calls in flight in each process; one that is late is cancelled.
+    - A function that returns None abstains: the score is NaN, counted in reward/abstained.
+    - A function that raises, returns NaN, infinity or no number, or ends its process: with on_error=raise
       RewardError with the response and the traceback; with on_error=score the response gets `error_reward` and counts in
       reward/errors.
     - A value of a wrong shape ([B, 1], another length) is always RewardError: its rows cannot be told apart.
@@ -48,7 +50,7 @@ class RewardRunner:
         lengths = response_lengths if response_lengths is not None else [None] * len(responses)
         items = [Item(*row) for row in zip(prompts, responses, columns, finish_reasons, lengths, strict=True)]
         if not items:
-            return RewardResult(torch.zeros(0), {"reward/timeouts": 0.0, "reward/errors": 0.0})
+            return RewardResult(torch.zeros(0), {"reward/timeouts": 0.0, "reward/errors": 0.0, "reward/abstained": 0.0})
         if not self.processes:
             raise RewardError("the reward runner is closed")
         job = Job(self.config, self.processes, items)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
-import inspect
 import os
 import traceback
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ from hybridflow.rewards.function import Item, Signature, load_function, signatur
 from hybridflow.rewards.result import BadShape, BadValue, Score, parse_batched, parse_single
 
 ORPHAN_GRACE_SECONDS = 10.0
+ASYNC_GRACE_SECONDS = 1.0  # a coroutine that ignores its cancellation for so long is killed with its process
 
 
 @dataclass(frozen=True)
@@ -42,37 +42,73 @@ class Ready:
     problem: str = ""
 
 
-Outcome = Score | Failure
+@dataclass(frozen=True)
+class TimedOut:
+    """The call was ended by the clock."""
+
+
+TIMED_OUT = TimedOut()
+Outcome = Score | Failure | TimedOut
 
 
 class Scorer:
-    """The loaded function and how to call it."""
+    """The loaded function and how to call it. timeout: seconds each coroutine of an asynchronous function may take (calls that
+    do not yield are ended from outside)."""
 
-    def __init__(self, path: str, kwargs: dict[str, Any]) -> None:
+    def __init__(self, path: str, kwargs: dict[str, Any], timeout: float) -> None:
         self.function: Callable = load_function(path)
         self.signature = signature_of(self.function, path)
-        self.kwargs = kwargs
-        self.is_async = inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(type(self.function).__call__)
-        self.runner = asyncio.Runner() if self.is_async else None  # one event loop, so that clients stay open between calls
+        self.kwargs, self.timeout = kwargs, timeout
+        self.runner = asyncio.Runner() if self.signature.asynchronous else None  # one event loop, so that clients stay open between calls
+
+    def groups(self, items: Sequence[Item]) -> list[Sequence[Item]]:
+        """Items of one call each (of several calls in flight at once for an asynchronous function)."""
+        return [items] if self.signature.batched or self.signature.concurrent else [[item] for item in items]
 
     def score(self, items: Sequence[Item]) -> list[Outcome]:
-        """One outcome per item; exactly one item unless the function is batched."""
+        """One outcome per item of a group."""
+        if self.signature.batched:
+            return self._batch(items)
+        if self.runner is not None:
+            return self.runner.run(self._together(items))
         try:
-            value = self._call(self.signature.arguments(items, self.kwargs))
+            value = self.function(**self.signature.arguments(items, self.kwargs))
         except BaseException as error:  # whatever the user's code raises, SystemExit included, is the report
-            return [Failure("raised " + _traceback(error), whole=self.signature.batched)] * len(items)
+            return [Failure("raised " + _traceback(error))]
+        return [_outcome(value, items[0])]
+
+    def _batch(self, items: Sequence[Item]) -> list[Outcome]:
         try:
-            rows = parse_batched(value, items) if self.signature.batched else [parse_single(value, items[0])]
+            value = self.function(**self.signature.arguments(items, self.kwargs))
+            value = self.runner.run(value) if self.runner is not None else value
+        except BaseException as error:
+            return [Failure("raised " + _traceback(error), whole=True)] * len(items)
+        try:
+            rows = parse_batched(value, items)
         except BadShape as error:
-            return [Failure(str(error), contract=True, whole=self.signature.batched)] * len(items)
-        except BadValue as error:
-            return [Failure(str(error))]
+            return [Failure(str(error), contract=True, whole=True)] * len(items)
         return [Failure(str(row)) if isinstance(row, BadValue) else row for row in rows]
 
-    def _call(self, arguments: dict[str, Any]) -> Any:
-        if self.runner is not None:
-            return self.runner.run(self.function(**arguments))
-        return self.function(**arguments)
+    async def _together(self, items: Sequence[Item]) -> list[Outcome]:
+        return await asyncio.gather(*(self._coroutine(item) for item in items))
+
+    async def _coroutine(self, item: Item) -> Outcome:
+        clock = asyncio.timeout(self.timeout)
+        try:
+            async with clock:
+                value = await self.function(**self.signature.arguments([item], self.kwargs))
+        except BaseException as error:
+            return TIMED_OUT if clock.expired() else Failure("raised " + _traceback(error))
+        return _outcome(value, item)
+
+
+def _outcome(value: Any, item: Item) -> Outcome:
+    try:
+        return parse_single(value, item)
+    except BadShape as error:
+        return Failure(str(error), contract=True)
+    except BadValue as error:
+        return Failure(str(error))
 
 
 def _traceback(error: BaseException) -> str:
@@ -85,14 +121,14 @@ def _traceback(error: BaseException) -> str:
 
 def serve(descriptor: int) -> None:
     """Main loop. First message: (path, kwargs, time-out in seconds); then lists of Item; each item (or the whole list,
-    for a batched function) is answered on its own, so that the controller knows which one hangs."""
+    for a batched or an asynchronous function) is answered on its own, so that the controller knows which one hangs."""
     pipe = Connection(descriptor)
     try:
         path, kwargs, timeout = pipe.recv()
-        scorer = _load(pipe, path, kwargs)
+        scorer = _load(pipe, path, kwargs, timeout)
         while scorer is not None:
             items = pipe.recv()
-            for group in [items] if scorer.signature.batched else [[item] for item in items]:
+            for group in scorer.groups(items):
                 faulthandler.dump_traceback_later(timeout + ORPHAN_GRACE_SECONDS, exit=True)
                 outcomes = scorer.score(group)
                 faulthandler.cancel_dump_traceback_later()
@@ -102,9 +138,9 @@ def serve(descriptor: int) -> None:
     os._exit(0)  # threads a reward function left behind must not keep the process
 
 
-def _load(pipe: Connection, path: str, kwargs: dict[str, Any]) -> Scorer | None:
+def _load(pipe: Connection, path: str, kwargs: dict[str, Any], timeout: float) -> Scorer | None:
     try:
-        scorer = Scorer(path, kwargs)
+        scorer = Scorer(path, kwargs, timeout)
     except ConfigError as error:
         cause = f"\n{_traceback(error.__cause__)}" if error.__cause__ is not None else ""
         pipe.send(Ready(None, f"{error}{cause}"))

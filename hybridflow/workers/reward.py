@@ -4,29 +4,42 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from hybridflow.cluster.context import WorkerContext
 from hybridflow.cluster.protocols import Protocol, register
 from hybridflow.config.schema import Config
-from hybridflow.data.batch import FINISH_REASONS, Batch
+from hybridflow.data.batch import FINISH_REASONS, Batch, Column
 from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.rewards.runner import RewardRunner
 
 
 class RewardWorker:
-    """One CPU process per node that owns the pool of reward processes."""
+    """One CPU process that owns the pool of reward processes."""
 
     def __init__(self, context: WorkerContext, config: Config) -> None:
+        self.runner = RewardRunner(config.reward)  # its processes import the function while the tokenizer is loaded
         self.tokenizer = load_tokenizer(config.actor.model)
-        self.runner = RewardRunner(config.reward)
+        self.seen: dict[str, bool] = {}  # columns the function made so far: name -> whether it holds texts
 
     @register(Protocol.DP)
     def compute_reward(self, batch: Batch, *, texts: dict[int, str], columns: dict[int, dict[str, Any]]) -> tuple[Batch, dict[str, float]]:
-        """Adds reward [B] float32, and what the function and its runner counted.
+        """Adds reward [B] float32 (NaN: the function abstained), token_reward (Ragged float32) where the function returns
+        token-level rewards, and reward/<name> for what else it returned; beside it what the runner counted.
 
-        texts, columns: prompt text and the other data columns of each prompt_id. Token-level rewards count as their sum.
+        texts, columns: prompt text and the other data columns of each prompt_id.
         """
         ids, rows = batch["prompt_id"].tolist(), [row.tolist() for row in batch["response_ids"].rows()]
         responses = self.tokenizer.batch_decode(rows, skip_special_tokens=True)
         finish = [FINISH_REASONS[reason] for reason in batch["finish_reason"].tolist()]
         result = self.runner.score([texts[i] for i in ids], responses, [columns[i] for i in ids], finish, [len(row) for row in rows])
-        return Batch({"reward": result.scores}), result.metrics
+        made: dict[str, Column] = {"reward": result.scores} | self._same_columns(result.columns, len(rows))
+        if result.token_scores is not None:
+            made["token_reward"] = result.token_scores
+        return Batch(made), result.metrics
+
+    def _same_columns(self, found: dict[str, torch.Tensor | list], rows: int) -> dict[str, Column]:
+        """Once a name was seen, every later batch has its column: batches of several calls can then be joined."""
+        self.seen |= {name: isinstance(column, list) for name, column in found.items()}
+        empty = {name: [None] * rows if texts else torch.full((rows,), torch.nan) for name, texts in self.seen.items()}
+        return {f"reward/{name}": column for name, column in (empty | found).items()}

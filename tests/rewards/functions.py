@@ -31,6 +31,36 @@ async def asynchronous(prompt: str, response: str) -> float:
     return float(len(response))
 
 
+async def sleeps_async(prompt: str, response: str) -> float:
+    """`nap`: yields for 0.3 s. `late`: for ever. `deaf`: for ever, and refuses to be cancelled. `block`: never yields."""
+    if response == "nap":
+        await asyncio.sleep(0.3)
+    while response in ("late", "deaf"):
+        try:
+            await asyncio.sleep(1e9)
+        except asyncio.CancelledError:
+            if response == "late":
+                raise
+    if response == "block":
+        time.sleep(1e9)
+    if response == "exit":
+        os._exit(3)
+    if response == "own timeout":
+        raise TimeoutError("the service is slow")
+    return 1.0
+
+
+def abstains(prompt: str, response: str, answer: int | None) -> dict[str, object] | None:
+    """No opinion where the row has no answer; a number and a text beside the score."""
+    if answer is None:
+        return None
+    return {"score": float(answer), "half": answer / 2, "seen": f"<{response}>"}
+
+
+def abstaining_tokens(prompt: str, response: str, response_length: int) -> list[float] | None:
+    return None if response == "none" else [0.5] * response_length
+
+
 def batched(prompts: list[str], responses: list[str], answer: list[int]) -> list[float]:
     return [len(response) + a for response, a in zip(responses, answer, strict=True)]
 
@@ -120,7 +150,8 @@ class ArrayLike:
 
 SPECIAL = {
     "none": None, "nan": float("nan"), "inf": float("inf"), "str": "0.5", "list": [1.0], "empty": [], "array": ArrayLike([[1.0]]),
-    "no score": {"value": 1.0}, "text metric": {"score": 1.0, "metric": "good"}, "scalar": ArrayLike(0.5), "bool": True, "int": 2,
+    "no score": {"value": 1.0}, "list extra": {"score": 1.0, "extra": [1.0]}, "reserved": {"score": 1.0, "timeouts": 1.0},
+    "scalar": ArrayLike(0.5), "bool": True, "int": 2,
     "object": object(),
 }
 

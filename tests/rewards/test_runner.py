@@ -64,7 +64,7 @@ def test_scores_keep_the_order_over_several_processes() -> None:
     responses = ["x" * (i * 7 % 50) for i in range(200)]
     result = run("length", responses, workers=3)
     assert result.scores.tolist() == [float(len(r)) for r in responses] and result.scores.dtype == torch.float32
-    assert result.metrics == {"reward/timeouts": 0.0, "reward/errors": 0.0} and result.token_scores is None
+    assert result.metrics == {"reward/timeouts": 0.0, "reward/errors": 0.0, "reward/abstained": 0.0} and result.token_scores is None
 
 
 def test_columns_kwargs_and_metrics() -> None:
@@ -73,6 +73,42 @@ def test_columns_kwargs_and_metrics() -> None:
     assert result.scores.tolist() == [0.0, 2.0, 4.0]
     assert result.metrics["reward/columns"] == 2.0
     assert result.metrics["reward/sometimes"] == 1.0  # C07: a None metric is left out of the mean, not counted as NaN or 0
+    assert result.columns["sometimes"].isnan().tolist() == [False, False, True]
+
+
+def test_c07_a_function_abstains_with_none() -> None:
+    """One None leaves the others as they are; it is NaN (never 0), counted, and no part of any mean."""
+    result = run("abstains", ["a", "b", "c"], [{"answer": 1}, {"answer": None}, {"answer": 4}])
+    assert result.scores.tolist()[::2] == [1.0, 4.0] and result.scores.isnan().tolist() == [False, True, False]
+    assert result.metrics == {"reward/half": 1.25, "reward/timeouts": 0.0, "reward/errors": 0.0, "reward/abstained": 1.0}
+    assert result.columns["seen"] == ["<a>", None, "<c>"] and result.columns["half"].tolist()[::2] == [0.5, 2.0]
+    assert run("abstains", ["a"], [{"answer": None}]).metrics["reward/abstained"] == 1.0
+
+
+def test_c07_abstaining_from_token_level_rewards() -> None:
+    result = run("abstaining_tokens", ["a", "none"], lengths=[2, 3])
+    assert result.scores[0] == 1.0 and result.scores.isnan().tolist() == [False, True]
+    assert [row.nan_to_num(nan=-9.0).tolist() for row in result.token_scores.rows()] == [[0.5, 0.5], [0.0, 0.0, -9.0]]
+
+
+def test_asynchronous_calls_run_together() -> None:
+    with runner("sleeps_async", workers=2, concurrency=50) as opened:
+        score(opened, ["warm", "up"])
+        start = time.monotonic()
+        assert score(opened, ["nap"] * 40).scores.tolist() == [1.0] * 40
+        assert time.monotonic() - start < 3.0  # one after the other they take 12 s, or 6 s in two processes
+
+
+def test_c09_bad_asynchronous_calls_cost_the_others_nothing() -> None:
+    settings = {"timeout": 0.7, "timeout_reward": -1.0, "error_reward": -2.0, "on_error": "score"}
+    with runner("sleeps_async", **settings) as opened:
+        process = opened.processes[0]
+        result = score(opened, ["nap", "late", "own timeout", "a"])
+        assert result.scores.tolist() == [1.0, -1.0, -2.0, 1.0] and opened.processes == [process]  # cancelled: nothing was killed
+        result = score(opened, ["nap", "a", "deaf", "exit", "block", "late", "b"])
+        assert result.scores.tolist() == [1.0, 1.0, -1.0, -2.0, -1.0, -1.0, 1.0]
+        assert result.metrics == {"reward/timeouts": 3.0, "reward/errors": 1.0, "reward/abstained": 0.0}
+        assert score(opened, ["a"] * 3).scores.tolist() == [1.0] * 3
 
 
 def test_finish_reason_and_length_are_given_when_named() -> None:
@@ -167,8 +203,9 @@ def test_a_crash_is_an_error_not_a_hang(response: str, message: str) -> None:
 
 
 @pytest.mark.parametrize(("response", "message"), [
-    ("none", r"returned None \(NoneType\)"), ("nan", "returned nan, expected a finite number"), ("inf", "returned inf"),
-    ("str", r"returned '0.5' \(str\)"), ("text metric", "returned the metric metric='good'"), ("object", "returned <object"),
+    ("nan", "returned nan, expected a finite number"), ("inf", "returned inf"),
+    ("str", r"returned '0.5' \(str\)"), ("object", "returned <object"),
+    ("list extra", r"returned extra=\[1.0\] \(list\), expected a number, a text or None"),
 ])
 def test_c07_a_value_that_is_no_reward_is_an_error(opened_returns: Strict, response: str, message: str) -> None:
     with pytest.raises(RewardError, match=f"for row 1 of 2 .*response '{response}'.*{message}"):
@@ -188,6 +225,7 @@ def test_numbers_of_other_libraries_are_numbers(opened_returns: Strict) -> None:
 @pytest.mark.parametrize(("response", "message"), [
     ("list", r"returned shape \[1\] .*expected one number, or token-level rewards \[4\]"), ("empty", r"returned shape \[0\]"),
     ("array", r"returned shape \[1, 1\]"), ("no score", r"keys \['value'\], expected the key 'score'"),
+    ("reserved", r"keys \['timeouts'\], which are names of metrics that hybridflow writes itself"),
 ])
 def test_a_wrong_shape_is_always_an_error(opened_returns: Strict, response: str, message: str) -> None:
     for opened in (opened_returns.raising, opened_returns.scoring):
