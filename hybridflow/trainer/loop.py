@@ -115,5 +115,6 @@ class Trainer:
         if gap > self.config.rollout.log_prob_gap_warning:
             self.journal.warn(f"step {step}: rollout and trainer log-probs differ by {gap:.3g} on average "
                               f"(rollout.log_prob_gap_warning={self.config.rollout.log_prob_gap_warning:g})", key="log_prob_gap")
-        for message in reward_warnings(output.batch["reward"], output.batch["finish_reason"]) if self.rl else []:
-            self.journal.warn(f"step {step}: {message}", key=message)
+        found = reward_warnings(output.batch["reward"], output.batch["finish_reason"]) if self.rl else {}
+        for kind, message in found.items():
+            self.journal.warn(f"step {step}: {message}", key=f"reward monitor {kind!r}")

@@ -25,7 +25,8 @@ class Validation:
 
 
 def validate_policy(flow: Flow, prepared: Prepared) -> Validation:
-    """Mean reward and length of one response per validation prompt, at rollout.val_temperature. Needs generation phase."""
+    """Mean reward (of those that have one) and length of one response per validation prompt, at rollout.val_temperature. Needs
+    generation phase."""
     config, rewards, lengths, samples = flow.config, [], [], None
     for chunk in chunks(prepared):
         prompts = draw(prepared.validation, chunk, chunk)
@@ -39,7 +40,7 @@ def validate_policy(flow: Flow, prepared: Prepared) -> Validation:
             shown = batch.select(torch.arange(min(SHOWN, len(batch))))
             samples = shown.fetch()
     reward_B, length_B = torch.cat(rewards).double(), torch.cat(lengths).double()
-    return Validation({"val/reward": reward_B.mean().item(), "val/response_length": length_B.mean().item()}, samples)
+    return Validation({"val/reward": reward_B.nanmean().item(), "val/response_length": length_B.mean().item()}, samples)
 
 
 def validation_loss(flow: Flow, prepared: Prepared) -> Validation:
