@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from hybridflow.observe import table
 
@@ -22,7 +22,7 @@ HEADER_EVERY = 20  # lines
 class PlainConsole:
     """One aligned line per step, the header again every HEADER_EVERY lines; nothing is ever rewritten."""
 
-    def __init__(self, kind: Literal["rl", "sft"], total_steps: int | None = None, stream: TextIO | None = None) -> None:
+    def __init__(self, kind: table.Kind, total_steps: int | None = None, stream: TextIO | None = None) -> None:
         self.columns = table.COLUMNS[kind]
         self.total_steps = total_steps
         self.rows: list[dict[str, float]] = []
@@ -109,7 +109,7 @@ def _pairs(summary: Mapping[str, object]) -> list[str]:
     return [f"  {name.ljust(width)}  {value}" for name, value in summary.items()]
 
 
-def make_console(kind: Literal["rl", "sft"], total_steps: int | None = None, stream: TextIO | None = None) -> PlainConsole:
+def make_console(kind: table.Kind, total_steps: int | None = None, stream: TextIO | None = None) -> PlainConsole:
     """The console that suits the stream (default: standard output)."""
     stream = stream or sys.stdout
     if stream.isatty():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Literal, TextIO
+from typing import TextIO
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -22,7 +22,7 @@ PACE_STEPS = 20  # the time left comes from the pace of this many steps
 class LiveConsole(PlainConsole):
     """PlainConsole's methods; text and warnings appear above the table and stay in the scroll-back."""
 
-    def __init__(self, kind: Literal["rl", "sft"], total_steps: int | None = None, stream: TextIO | None = None) -> None:
+    def __init__(self, kind: table.Kind, total_steps: int | None = None, stream: TextIO | None = None) -> None:
         super().__init__(kind, total_steps, stream)
         self._console = Console(file=self._stream, highlight=False, soft_wrap=False)
         self._live: Live | None = None

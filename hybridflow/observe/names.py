@@ -17,6 +17,13 @@ LOG_PROB_GAP = "log_prob_gap/mean"  # mean |rollout log-prob - trainer log-prob|
 LOG_PROB_GAP_MAX = "log_prob_gap/max"
 LOSS = "loss"
 VAL_LOSS = "val/loss"
+ACCURACY = "preference/accuracy"  # share of pairs in the right order, or of labelled responses on their side of the reference point
+VAL_ACCURACY = "val/accuracy"
+MARGIN = "preference/margin"  # mean reward of the chosen responses less that of the rejected ones
+VAL_MARGIN = "val/margin"
+CHOSEN = "preference/chosen"  # mean reward of the chosen (desirable) responses: implicit, or the score of a reward model
+REJECTED = "preference/rejected"
+REFERENCE_POINT = "preference/reference_point"  # KTO: estimate of KL(policy || reference), nats per response
 GRAD_NORM = "grad_norm"
 LEARNING_RATE = "lr"
 

@@ -33,6 +33,10 @@ class Panel:
 # title, unit of the vertical axis, (metric, label, style)...; a panel without data is left out.
 _PANELS: list[tuple[str, str, list[tuple[str, str, Style]]]] = [
     ("Reward", "score", [(names.REWARD, "rollouts", "line"), (names.VAL_REWARD, "validation", "markers")]),
+    ("Preferences in the right order", "share", [(names.ACCURACY, "training", "line"), (names.VAL_ACCURACY, "validation", "markers")]),
+    ("Reward margin", "reward", [(names.MARGIN, "training", "line"), (names.VAL_MARGIN, "validation", "markers")]),
+    ("Rewards of preferences", "reward", [(names.CHOSEN, "chosen", "line"), (names.REJECTED, "rejected", "line")]),
+    ("Reference point", "nats / response", [(names.REFERENCE_POINT, "KL", "line")]),
     ("KL to the reference", "nats / token", [(names.KL, "KL", "line")]),
     ("Entropy", "nats / token", [(names.ENTROPY, "entropy", "line")]),
     ("Response length", "tokens", [(names.RESPONSE_LENGTH, "mean", "line"), (names.RESPONSE_LENGTH_MAX, "max", "line")]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from hybridflow.observe import names
 
@@ -54,17 +55,22 @@ RL_COLUMNS = (
     Column("seconds", names.SECONDS_TOTAL, 8, seconds),
 )
 
-SFT_COLUMNS = (
-    Column("loss", names.LOSS, 9, small),
-    Column("val loss", names.VAL_LOSS, 9, small),
-    Column("val", names.VAL_REWARD, 8, fixed),
+_LOSS = (Column("loss", names.LOSS, 9, small), Column("val loss", names.VAL_LOSS, 9, small))
+_ACCURACY = (Column("accuracy", names.ACCURACY, 8, fixed), Column("val acc", names.VAL_ACCURACY, 8, fixed))
+_OPTIMIZER = (
     Column("grad", names.GRAD_NORM, 9, small),
     Column("lr", names.LEARNING_RATE, 9, small),
     Column("tokens/s", names.TOKENS_PER_SECOND, 9, count),
     Column("seconds", names.SECONDS_TOTAL, 8, seconds),
 )
 
-COLUMNS = {"rl": RL_COLUMNS, "sft": SFT_COLUMNS}
+Kind = Literal["prompts", "responses", "pairs", "labels"]  # of data a run trains on (config/algorithms.py)
+COLUMNS: dict[Kind, tuple[Column, ...]] = {
+    "prompts": RL_COLUMNS,
+    "responses": (*_LOSS, *_OPTIMIZER),
+    "pairs": (*_LOSS, *_ACCURACY, Column("margin", names.MARGIN, 9, small), *_OPTIMIZER),
+    "labels": (*_LOSS, *_ACCURACY, Column("kl point", names.REFERENCE_POINT, 9, small), *_OPTIMIZER),
+}
 
 
 def cells(columns: Sequence[Column], metrics: Mapping[str, float]) -> list[str]:

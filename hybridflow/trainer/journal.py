@@ -24,7 +24,7 @@ class Journal:
         self.folder = folder
         self.tokenizer: PreTrainedTokenizerBase = prepared.tokenizer
         self.rollouts_per_step = prepared.config.trainer.rollouts_per_step
-        kind = "rl" if generates(prepared.config) else "sft"
+        kind = "prompts" if generates(prepared.config) else "responses"
         self.console: PlainConsole = make_console(kind, prepared.steps)
         self.metrics = MetricsWriter(folder.metrics)
         self.ended = False

@@ -16,7 +16,7 @@ import pytest
 from hybridflow.observe.console import PlainConsole, make_console
 from hybridflow.observe.logs import setup_logging
 from hybridflow.observe.rollouts import Rollout
-from hybridflow.observe.table import RL_COLUMNS, cells, thin
+from hybridflow.observe.table import COLUMNS, RL_COLUMNS, cells, thin
 
 
 def metrics(step):
@@ -28,7 +28,7 @@ def metrics(step):
 
 def test_a_pipe_gets_plain_aligned_lines():
     stream = io.StringIO()
-    console = make_console("rl", 100, stream)
+    console = make_console("prompts", 100, stream)
     console.start("GRPO", {"model": "tiny", "ranks": 4})
     console.step(0, {"val/reward": 0.25})
     for step in range(1, 46):
@@ -48,16 +48,29 @@ def test_a_pipe_gets_plain_aligned_lines():
 
 def test_sft_columns():
     stream = io.StringIO()
-    console = PlainConsole("sft", None, stream)
+    console = PlainConsole("responses", None, stream)
     console.step(1, {"loss": 2.5, "tokens_per_second": 1000.0, "grad_norm": math.nan})
     header, row = stream.getvalue().splitlines()
-    assert "loss" in header and "tokens/s" in header and "reward" not in header
-    assert row.split() == ["1", "2.5000", "-", "-", "nan", "-", "1,000", "-"]
+    assert header.split() == ["step", "loss", "val", "loss", "grad", "lr", "tokens/s", "seconds"]
+    assert row.split() == ["1", "2.5000", "-", "nan", "-", "1,000", "-"]
+
+
+@pytest.mark.parametrize("kind, special", [("pairs", "0.031"), ("labels", "1.500")])
+def test_preference_columns(kind, special):
+    """Every column of a kind is filled from its metrics, under a title that fits."""
+    assert all(len(column.title) <= column.width for column in COLUMNS[kind])
+    stream = io.StringIO()
+    console = PlainConsole(kind, None, stream)
+    console.step(1, {"preference/accuracy": 0.75, "preference/margin": 0.031, "preference/reference_point": 1.5, "loss": 0.5, "lr": 0.1})
+    console.step(1, {"val/accuracy": 0.5, "val/loss": 0.625})
+    _, first, second = stream.getvalue().splitlines()
+    assert first.split()[:6] == ["1", "0.5000", "-", "0.750", "-", f"{special}0"]
+    assert second.split()[:6] == ["1", "-", "0.6250", "-", "0.500", "-"]
 
 
 def test_a_warning_comes_once_and_is_counted():
     stream = io.StringIO()
-    console = PlainConsole("rl", 10, stream)
+    console = PlainConsole("prompts", 10, stream)
     for step in range(4):
         console.warn(f"gap {step} is large", key="gap")
     console.warn("other")
@@ -71,7 +84,7 @@ def test_a_warning_comes_once_and_is_counted():
 
 def test_second_call_for_a_step_joins_its_row():
     stream = io.StringIO()
-    console = PlainConsole("rl", 2, stream)
+    console = PlainConsole("prompts", 2, stream)
     console.step(1, metrics(1))
     console.step(2, metrics(2))
     console.step(2, {"val/reward": 0.75})
@@ -83,7 +96,7 @@ def test_second_call_for_a_step_joins_its_row():
 
 def test_samples_are_shown():
     stream = io.StringIO()
-    PlainConsole("rl", 1, stream).samples("before:", [Rollout(0, 1, 0, "1+1=", "2", 1.0, "stop")])
+    PlainConsole("prompts", 1, stream).samples("before:", [Rollout(0, 1, 0, "1+1=", "2", 1.0, "stop")])
     assert stream.getvalue().splitlines()[0] == "before:" and "1+1=" in stream.getvalue()
 
 
@@ -112,7 +125,7 @@ from hybridflow.observe.console import make_console
 from hybridflow.observe.logs import setup_logging
 import logging
 setup_logging()
-console = make_console("rl", 3)
+console = make_console("prompts", 3)
 print(type(console).__name__)
 console.start("GRPO", {"model": "tiny"})
 for step in (1, 2, 3):

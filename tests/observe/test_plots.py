@@ -53,6 +53,14 @@ def test_panels_of_supervised_training_begin_with_the_loss():
     assert [panel.title for panel in shown] == ["Loss", "Reward", "Throughput"]
 
 
+def test_panels_of_preferences_show_the_order_of_held_out_pairs():
+    measures = {"loss": 0.6, "preference/accuracy": 0.5, "preference/chosen": 1.0, "preference/rejected": 0.0}
+    held_out = {"step": 0, "val/loss": 0.7, "val/accuracy": 0.5, "val/margin": 0.1}
+    shown = panels([held_out, *({"step": step, **measures} for step in (1, 2))])
+    assert [panel.title for panel in shown] == ["Loss", "Preferences in the right order", "Reward margin", "Rewards of preferences"]
+    assert [(s.label, s.x) for s in shown[1].series] == [("training", [1, 2]), ("validation", [0])]
+
+
 def test_moving_mean_is_centred_and_skips_nan():
     assert moving_mean([1.0, 2.0, 6.0, 4.0, 5.0], 3) == [1.0, 3.0, 4.0, 5.0, 5.0]
     assert moving_mean([1.0, math.nan, 3.0], 3) == [1.0, 2.0, 3.0]
