@@ -14,16 +14,19 @@ from hybridflow.data.batch import Batch, Ragged
 from hybridflow.data.units import units_in
 from hybridflow.engine import compat  # noqa: F401  (before megatron)
 from hybridflow.engine.device import Device
+from hybridflow.engine.heads import Head, LanguageHead, ScalarHead
 from hybridflow.engine.loss_types import TokenLoss
 from hybridflow.engine.metrics import merge
+from hybridflow.engine.micro_batch import MicroBatch, micro_batch
 from hybridflow.engine.model import build_chunks, named_parameters, transformer_config
 from hybridflow.engine.optimizer import Optimizer, wrap_chunks
 from hybridflow.engine.packing import assign, costs, least_count
 from hybridflow.engine.parallel import init_parallel
-from hybridflow.engine.schedule import Consumer, Head, MicroBatch, micro_batch, run, scoring_consumer, training_consumer
+from hybridflow.engine.schedule import Consumer, run, scoring_consumer, training_consumer
 from hybridflow.engine.vocab_parallel import VocabShard
 from hybridflow.errors import NumericsError, PhaseError
 from hybridflow.models.checkpoint import load_shards
+from hybridflow.models.scalar_head import load_scalar_model
 from hybridflow.models.shards import ShardParameter
 from hybridflow.models.weight_map import padded_vocab, weight_map
 
@@ -34,8 +37,8 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 class MegatronEngine:
     """One role's model on this rank. Every method is collective: all ranks of the layout call it in the same order.
 
-    With `optimizer` None the engine only computes log-probs (reference role) and holds no gradient buffers.
-    `seed`: of dropout, which the supported families do not have (weights are loaded). `total_steps`: optimizer steps of the
+    `head`: "lm", or "scalar" for one number per position (critics, reward models). With `optimizer` None the engine only
+    evaluates and holds no gradient buffers. `seed`: of a scalar head that the checkpoint lacks. `total_steps`: optimizer steps of the
     run, needed by decaying learning-rate schedules.
     """
 
@@ -51,10 +54,12 @@ class MegatronEngine:
         recompute: str = "none",
         seed: int = 1,
         total_steps: int | None = None,
+        head: str = "lm",
     ) -> None:
         """Raises ConfigError or ModelError when the model, the layout and the settings do not fit."""
-        self.layout, self.device, self.dtype = layout, device, dtype
-        self.weights = weight_map(hf_config)
+        self.layout, self.device, self.dtype, self.seed = layout, device, dtype, seed
+        self.initializer_range = float(getattr(hf_config, "initializer_range", 0.02))
+        self.weights = weight_map(hf_config, head)
         self.weights.megatron(layout, 0)  # refuses what does not divide, before groups are made
         self.parallel = init_parallel(layout, device)
         settings = self.weights.settings
@@ -62,7 +67,7 @@ class MegatronEngine:
             settings, self.parallel, device, dtype=dtype, sequence_parallel=sequence_parallel, recompute=recompute
         )
         model_parallel_cuda_manual_seed(seed, force_reset_rng=True)  # layers look for its RNG states when they are built
-        self.chunks: list[torch.nn.Module] = list(build_chunks(settings, self.config, self.parallel, device))
+        self.chunks: list[torch.nn.Module] = list(build_chunks(settings, self.config, self.parallel, device, head))
         self.vocab = VocabShard.of(self.weights.vocab, padded_vocab(self.weights.vocab, layout.tp), self.parallel.groups.tp)
         self.optimizer: Optimizer | None = None
         if optimizer is None:
@@ -76,9 +81,16 @@ class MegatronEngine:
         self._offloaded = False
 
     def load(self, path: str) -> None:
-        """Read this rank's slices of a Hugging Face safetensors checkpoint. Raises ModelError when tensors are missing or misshaped."""
+        """Read this rank's slices of a Hugging Face safetensors checkpoint. Raises ModelError when tensors are missing or misshaped.
+
+        A scalar head takes sequence-classification checkpoints of one label, and language models, on which it starts at random.
+        """
+        shards, tensors = self.shard_parameters(), self.parameters()
         with torch.no_grad():
-            load_shards(path, self.shard_parameters(), self.parameters(), expected=self.weights.logical)
+            if self.weights.head == "scalar":
+                load_scalar_model(path, self.weights, shards, tensors, std=self.initializer_range, seed=self.seed)
+            else:
+                load_shards(path, shards, tensors, expected=self.weights.logical)
         self.weights_changed()
 
     def weights_changed(self) -> None:
@@ -102,39 +114,51 @@ class MegatronEngine:
         batch: rows of this data-parallel rank (the same on its tp and pp ranks; may be empty) with prompt_ids and response_ids.
         Returns `log_prob` and, when asked for, `entropy`: Ragged float32 on the CPU, aligned with response_ids, on every rank.
         """
-        self._ready("log_probs")
-        micro_batches = self._micro_batches(batch, token_budget, columns=False)
+        self._ready("log_probs", "lm")
+        names = ("log_prob", "entropy") if entropy else ("log_prob",)
+        found = self._evaluate(batch, self._head(temperature, entropy), [f"{name}_N" for name in names], token_budget)
         lengths = batch["response_ids"].lengths
-        values = torch.zeros((1 + entropy, int(lengths.sum())), dtype=torch.float32, device=self.device.torch_device)
-        if micro_batches:
-            for chunk in self.chunks:
-                chunk.eval()
-            results = self._run(micro_batches, scoring_consumer(self._head(temperature, entropy)), forward_only=True)
-            for micro, columns in zip(micro_batches, results):
-                for row, column in zip(values, columns):
-                    row[micro.source_N] = column
-            self._from_last_stage(values)
-        host = values.cpu()
-        names = ("log_prob", "entropy")[: len(host)]
-        return Batch({name: Ragged(row, lengths) for name, row in zip(names, host)})
+        return Batch({name: Ragged(values, lengths) for name, values in zip(names, found)})
 
-    def update(self, batch: Batch, loss: TokenLoss, *, temperature: float, token_budget: int, entropy: bool) -> dict[str, float]:
+    @torch.no_grad()
+    def values(self, batch: Batch, *, token_budget: int) -> Ragged:
+        """The scalar head at the position that predicts each response token (the value of the state before it).
+
+        batch: as for log_probs. Returns float32 on the CPU, aligned with response_ids, on every rank.
+        """
+        self._ready("values", "scalar")
+        return Ragged(self._evaluate(batch, self._head(), ["value_N"], token_budget)[0], batch["response_ids"].lengths)
+
+    @torch.no_grad()
+    def scores(self, batch: Batch, *, token_budget: int) -> torch.Tensor:
+        """The scalar head at the last token of prompt + response: what Hugging Face's sequence classification reads.
+
+        The end of a row is known by its lengths, not by padding tokens. Returns float32 [B] on the CPU, on every rank.
+        """
+        self._ready("scores", "scalar")
+        return self._evaluate(batch, self._head(), ["score_R"], token_budget)[0]
+
+    def update(
+        self, batch: Batch, loss: TokenLoss, *, token_budget: int, temperature: float | None = None, entropy: bool = False
+    ) -> dict[str, float]:
         """One optimizer step on a mini-batch.
 
-        batch: rows of this data-parallel rank, with prompt_ids, response_ids and whatever `loss` reads. Gradients are sums over
-        tokens, micro-batches and ranks. Returns loss, grad_norm (before clipping), lr and the loss function's own metrics, equal
-        on every rank. Raises NumericsError on every rank, weights untouched, when the loss or the gradient is not finite.
+        batch: rows of this data-parallel rank, with prompt_ids, response_ids and whatever `loss` reads. `temperature` and
+        `entropy` are a language-model head's; temperature must then be given. Gradients are sums over tokens, micro-batches and
+        ranks. Returns loss, grad_norm (before clipping), lr and the loss function's own metrics, equal on every rank.
+        Raises NumericsError on every rank, weights untouched, when the loss or the gradient is not finite.
         """
         self._ready("update")
         if self.optimizer is None:
             raise PhaseError("update on an engine without optimizer: it was built for inference only")
-        micro_batches = self._micro_batches(batch, token_budget, columns=True)
+        head = self._head(temperature, entropy)
+        micro_batches = self._micro_batches(batch, token_budget, head, columns=True)
         if not micro_batches:
             raise ValueError("no rank has a response token in this mini-batch: there is nothing to learn from")
         for chunk in self.chunks:
             chunk.train()
         self.optimizer.zero_grad()
-        results = self._run(micro_batches, training_consumer(self._head(temperature, entropy), loss), forward_only=False)
+        results = self._run(micro_batches, training_consumer(head, loss), forward_only=False)
         metrics = merge(results, self.parallel)
         norm = self.optimizer.gradient_norm()
         if not (math.isfinite(metrics["loss"]) and math.isfinite(norm)):
@@ -157,29 +181,54 @@ class MegatronEngine:
             self.optimizer.onload()
             self._offloaded = False
 
-    def _ready(self, verb: str) -> None:
+    def _ready(self, verb: str, head: str | None = None) -> None:
+        if head not in (None, self.weights.head):
+            raise ValueError(f"{verb} on an engine with head={self.weights.head!r}: it needs head={head!r}")
         if not self._loaded:
             raise PhaseError(f"{verb} before load: the engine has no weights yet")
         if verb == "update" and self._offloaded:
             raise PhaseError("update while the optimizer is offloaded; call onload_optimizer first")
 
-    def _micro_batches(self, batch: Batch, token_budget: int, *, columns: bool) -> list[MicroBatch]:
+    def _evaluate(self, batch: Batch, head: Head, fields: list[str], token_budget: int) -> list[torch.Tensor]:
+        """Fields of the head's Outputs for the whole batch, on the CPU of every rank: by response token, or by row (`_R`)."""
+        sizes = [len(batch) if name.endswith("_R") else int(batch["response_ids"].lengths.sum()) for name in fields]
+        found = [torch.zeros(size, dtype=torch.float32, device=self.device.torch_device) for size in sizes]
+        micro_batches = self._micro_batches(batch, token_budget, head, columns=False)
+        if micro_batches:
+            for chunk in self.chunks:
+                chunk.eval()
+            for micro, outputs in zip(micro_batches, self._run(micro_batches, scoring_consumer(head), forward_only=True)):
+                for name, values in zip(fields, found):
+                    values[micro.rows_R if name.endswith("_R") else micro.source_N] = getattr(outputs, name)
+            for values in found:
+                self._from_last_stage(values)
+        return [values.cpu() for values in found]
+
+    def _micro_batches(self, batch: Batch, token_budget: int, head: Head, *, columns: bool) -> list[MicroBatch]:
         """The rows in packed micro-batches: as many on every data-parallel rank, since all of them join each gradient sum."""
         if token_budget < 1:
             raise ValueError(f"token budget must be positive, got {token_budget}")
-        lengths, units = costs(batch), units_in(batch)
+        lengths, units = costs(batch, head.whole), units_in(batch)
         count = torch.tensor(least_count(lengths, token_budget, units), device=self.device.torch_device)
         dist.all_reduce(count, op=dist.ReduceOp.MAX, group=self.parallel.groups.dp_cp)
         multiple = self.layout.pp if self.layout.vpp > 1 else 1  # the interleaved schedule takes whole rounds of stages
         total = math.ceil(int(count) / multiple) * multiple
         pad = self.layout.tp if self.config.sequence_parallel else 1
+        where = {"device": self.device.torch_device, "dtype": self.dtype}
         return [
-            micro_batch(batch, rows, multiple=pad, columns=columns, device=self.device.torch_device, dtype=self.dtype)
+            micro_batch(batch, rows, multiple=pad, whole=head.whole, columns=columns, **where)
             for rows in assign(lengths, token_budget, total, units)
         ]
 
-    def _head(self, temperature: float, entropy: bool) -> Head:
-        return Head(self.vocab, temperature, entropy, self.config.sequence_parallel, self.parallel.groups.tp)
+    def _head(self, temperature: float | None = None, entropy: bool = False) -> Head:
+        parallel = self.config.sequence_parallel, self.parallel.groups.tp
+        if self.weights.head == "scalar":
+            if temperature is not None or entropy:
+                raise ValueError(f"temperature={temperature}, entropy={entropy}: a scalar head has neither; leave them out")
+            return ScalarHead(*parallel)
+        if temperature is None:
+            raise ValueError("update of a language model needs the temperature its responses were sampled with")
+        return LanguageHead(self.vocab, temperature, entropy, *parallel)
 
     def _run(self, micro_batches: list[MicroBatch], consume: Consumer, *, forward_only: bool) -> list[Any]:
         return run(self.chunks, self.config, self.parallel, micro_batches, consume, forward_only=forward_only)

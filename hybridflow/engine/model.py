@@ -33,12 +33,29 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 logging.getLogger("megatron").setLevel(logging.ERROR)
 
 
+class ScalarWeight(torch.nn.Module):
+    """The parameter of a scalar head: weight [1, H], whole on every tensor-parallel rank (used by heads.ScalarHead)."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # each rank then sees its part of the tokens: gradients are added
+
+
 class PackedGPTModel(GPTModel):
     """GPTModel that takes packed tokens [1, T] with a Packing and ends with hidden states, not logits.
 
     Logits of all tokens over the whole vocabulary would be the largest tensor of the step, and only those of response
-    tokens are needed: the schedule asks `output_weight` for the head and computes them in chunks (vocab_parallel.py).
+    tokens are needed: the schedule asks for `head_weight` and computes them in chunks (vocab_parallel.py).
+    `head` "scalar" has a ScalarWeight in place of the output layer.
     """
+
+    def __init__(self, *, head: str, config: TransformerConfig, **arguments: Any) -> None:
+        super().__init__(config=config, **arguments)
+        self.score: ScalarWeight | None = None
+        if head == "scalar" and self.post_process:
+            del self.output_layer  # GPTModel cannot be built without one
+            self.score = ScalarWeight(config)
 
     def _preprocess(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, *_: Any, packed_seq_params: Packing, **__: Any
@@ -61,8 +78,10 @@ class PackedGPTModel(GPTModel):
         return hidden_states
 
     @property
-    def output_weight(self) -> torch.Tensor:
-        """The head's shard [V / tp, H]; only where post_process."""
+    def head_weight(self) -> torch.Tensor:
+        """The language-model head's shard [V / tp, H] or the scalar head [1, H]; only where post_process."""
+        if self.score is not None:
+            return self.score.weight
         return self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else self.output_layer.weight
 
 
@@ -133,7 +152,9 @@ def block_spec(config: TransformerConfig, settings: MegatronSettings, chunk: int
     return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=RMSNorm)
 
 
-def build_chunks(settings: MegatronSettings, config: TransformerConfig, parallel: Parallel, device: Device) -> list[PackedGPTModel]:
+def build_chunks(
+    settings: MegatronSettings, config: TransformerConfig, parallel: Parallel, device: Device, head: str
+) -> list[PackedGPTModel]:
     """The model chunks of this rank (one, or vpp of them), on the device, weights not loaded.
 
     No Float16Module around them: parameters have the dtype already, and its float32 copy of the output is not wanted.
@@ -144,6 +165,7 @@ def build_chunks(settings: MegatronSettings, config: TransformerConfig, parallel
     for chunk in range(layout.vpp):
         virtual = chunk if layout.vpp > 1 else None
         model = PackedGPTModel(
+            head=head,
             config=config,
             transformer_layer_spec=block_spec(config, settings, virtual),
             pre_process=parallel.first_stage and chunk == 0,

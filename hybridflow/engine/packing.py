@@ -1,7 +1,8 @@
 """Rows -> packed micro-batches by token budget. Pure: the same lengths and budget give the same plan everywhere.
 
-The model reads all tokens of a row but the last (which is only predicted), so a row of prompt p and response r costs
-p + r - 1 tokens. Rows with an empty response have nothing to predict and are left out.
+A language model reads all tokens of a row but the last (which is only predicted), so a row of prompt p and response r costs
+p + r - 1 tokens, and rows with an empty response have nothing to predict and are left out. A scalar head reads the last token
+too (`whole`): p + r tokens, rows with an empty response as well.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ class PackedRows:
     sequence may be padding. predict_N: [N] int64 place among T whose output predicts response token n.
     target_N: [N] int64 that token. source_N: [N] int64 its place among all response tokens of the batch.
     rows: [R] int64 batch rows, in order. row_N: [N] int64 index into `rows`.
+    last_R: [R] int64 place among T of the last token read of each row.
     """
 
     tokens_T: torch.Tensor
@@ -34,14 +36,17 @@ class PackedRows:
     source_N: torch.Tensor
     rows: torch.Tensor
     row_N: torch.Tensor
+    last_R: torch.Tensor
 
 
-def costs(batch: Batch) -> list[int]:
-    """Input tokens of each row; 0 for a row with an empty response. Raises ValueError for an empty prompt."""
+def costs(batch: Batch, whole: bool = False) -> list[int]:
+    """Input tokens of each row; 0 for a row that is left out. Raises ValueError for an empty prompt."""
     prompt, response = batch["prompt_ids"].lengths.tolist(), batch["response_ids"].lengths.tolist()
     for row, (p, r) in enumerate(zip(prompt, response)):
-        if p == 0 and r > 0:
+        if p == 0 and (r > 0 or whole):
             raise ValueError(f"row {row} has an empty prompt: its first response token has nothing to be predicted from")
+    if whole:
+        return [p + r for p, r in zip(prompt, response)]
     return [p + r - 1 if r else 0 for p, r in zip(prompt, response)]
 
 
@@ -69,19 +74,21 @@ def assign(lengths: Sequence[int], budget: int, count: int, units: Sequence[int]
     return [[row for unit in members for row in groups[unit] if lengths[row]] for members in ordered]
 
 
-def pack(batch: Batch, rows: Sequence[int], multiple: int = 1) -> PackedRows:
+def pack(batch: Batch, rows: Sequence[int], multiple: int = 1, whole: bool = False) -> PackedRows:
     """Lay rows end to end; the total is padded to a multiple of `multiple` (and to at least that) by a masked sequence."""
+    unread = 0 if whole else 1  # tokens at the end of a row that are not read
     prompts, responses = batch["prompt_ids"], batch["response_ids"]
     starts_p, starts_r = prompts.offsets().tolist(), responses.offsets().tolist()
-    tokens, positions, predict, target, source, row_ids, lengths = [], [], [], [], [], [], []
+    tokens, positions, predict, target, source, row_ids, lengths, ends = [], [], [], [], [], [], [], []
     total = 0
     for index, row in enumerate(rows):
         first, last = starts_r[row], starts_r[row + 1]
-        tokens += [prompts.values[starts_p[row] : starts_p[row + 1]], responses.values[first : last - 1]]
-        length = starts_p[row + 1] - starts_p[row] + last - first - 1
+        tokens += [prompts.values[starts_p[row] : starts_p[row + 1]], responses.values[first : last - unread]]
+        length = starts_p[row + 1] - starts_p[row] + last - first - unread
         positions.append(torch.arange(length))
         total += length
-        predict.append(torch.arange(total - (last - first), total))
+        ends.append(total - 1)
+        predict.append(torch.arange(last - first) + (total + unread - 1 - (last - first)))
         target.append(responses.values[first:last])
         source.append(torch.arange(first, last))
         row_ids.append(torch.full((last - first,), index))
@@ -100,7 +107,13 @@ def pack(batch: Batch, rows: Sequence[int], multiple: int = 1) -> PackedRows:
         source_N=_join(source),
         rows=torch.tensor(list(rows), dtype=torch.int64),
         row_N=_join(row_ids),
+        last_R=torch.tensor(ends, dtype=torch.int64),
     )
+
+
+def row_columns(batch: Batch, packed: PackedRows) -> dict[str, torch.Tensor]:
+    """The columns of one number per row: [R] each."""
+    return {name: column[packed.rows] for name, column in batch.small().columns.items()}
 
 
 def token_columns(batch: Batch, packed: PackedRows) -> dict[str, torch.Tensor]:
@@ -109,13 +122,10 @@ def token_columns(batch: Batch, packed: PackedRows) -> dict[str, torch.Tensor]:
     Ragged columns are taken where their lengths are the response's; columns of one number per row are repeated.
     """
     lengths = batch["response_ids"].lengths
-    columns = {}
+    columns = {name: column[packed.row_N] for name, column in row_columns(batch, packed).items()}
     for name, column in batch.columns.items():
-        if isinstance(column, Ragged):
-            if name not in ("prompt_ids", "response_ids") and torch.equal(column.lengths, lengths):
-                columns[name] = column.values[packed.source_N]
-        elif isinstance(column, torch.Tensor) and column.dim() == 1:
-            columns[name] = column[packed.rows][packed.row_N]
+        if isinstance(column, Ragged) and name not in ("prompt_ids", "response_ids") and torch.equal(column.lengths, lengths):
+            columns[name] = column.values[packed.source_N]
     return columns
 
 

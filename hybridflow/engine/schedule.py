@@ -1,7 +1,4 @@
-"""Micro-batches through Megatron's pipeline schedules: forward and backward, or forward only.
-
-Legend: T packed tokens, N response tokens, H hidden.
-"""
+"""Micro-batches through Megatron's pipeline schedules: forward and backward, or forward only."""
 
 from __future__ import annotations
 
@@ -11,75 +8,16 @@ from typing import Any
 
 import torch
 
-from hybridflow.data.batch import Batch
 from hybridflow.engine import compat  # noqa: F401  (before megatron)
-from hybridflow.engine.attention import Packing, packing_of
+from hybridflow.engine.heads import Head, Outputs
 from hybridflow.engine.loss_types import TokenBatch, TokenLoss
+from hybridflow.engine.micro_batch import MicroBatch
 from hybridflow.engine.model import unwrap
-from hybridflow.engine.packing import pack, token_columns
 from hybridflow.engine.parallel import Parallel
-from hybridflow.engine.vocab_parallel import VocabShard, log_prob_and_entropy
 
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """A packed micro-batch on the device (see packing.PackedRows for the index tensors)."""
-
-    tokens_1T: torch.Tensor
-    positions_1T: torch.Tensor
-    packing: Packing
-    predict_N: torch.Tensor
-    target_N: torch.Tensor
-    source_N: torch.Tensor
-    row_N: torch.Tensor
-    rows: int
-    columns: dict[str, torch.Tensor]
-
-
-def micro_batch(batch: Batch, rows: list[int], *, multiple: int, columns: bool, device: torch.device, dtype: torch.dtype) -> MicroBatch:
-    """Pack the rows and move them to the device; `columns`: also what a loss function reads."""
-    packed = pack(batch, rows, multiple)
-
-    def move(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(device, non_blocking=True)
-
-    return MicroBatch(
-        tokens_1T=move(packed.tokens_T)[None],
-        positions_1T=move(packed.positions_T)[None],
-        packing=packing_of(packed.lengths, device, dtype),
-        predict_N=move(packed.predict_N),
-        target_N=move(packed.target_N),
-        source_N=move(packed.source_N),
-        row_N=move(packed.row_N),
-        rows=len(rows),
-        columns={name: move(column) for name, column in token_columns(batch, packed).items()} if columns else {},
-    )
-
-
-@dataclass(frozen=True)
-class Head:
-    """How the last stage turns hidden states into log-probs."""
-
-    shard: VocabShard
-    temperature: float
-    entropy: bool
-    sequence_parallel: bool
-    group: Any
-
-    def __call__(self, hidden: torch.Tensor, weight_VH: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Float32 [N] log-prob and entropy of the response tokens, from the last stage's output [T, 1, H] (T / tp under SP)."""
-        if self.sequence_parallel:
-            hidden_NH = gather_from_sequence_parallel_region(hidden, group=self.group).squeeze(1).index_select(0, micro.predict_N)
-        else:
-            hidden_NH = copy_to_tensor_model_parallel_region(hidden.squeeze(1).index_select(0, micro.predict_N), group=self.group)
-        return log_prob_and_entropy(
-            hidden_NH, weight_VH, micro.target_N, self.shard, temperature=self.temperature, entropy=self.entropy
-        )
 
 
 @dataclass(frozen=True)
@@ -95,13 +33,13 @@ Consumer = Callable[[torch.Tensor, torch.Tensor, MicroBatch], tuple[torch.Tensor
 
 
 def training_consumer(head: Head, loss: TokenLoss) -> Consumer:
-    """Hidden states -> loss to differentiate, and its metrics. A micro-batch without response tokens has loss 0 and no metrics."""
+    """Hidden states -> loss to differentiate, and its metrics. A micro-batch without rows has loss 0 and no metrics."""
 
-    def consume(hidden: torch.Tensor, weight_VH: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, MicroLoss | None]:
-        log_prob, entropy = head(hidden, weight_VH, micro)
-        if not len(log_prob):
-            return log_prob.sum(), None  # still part of the graph: other ranks wait for this backward pass
-        output = loss(TokenBatch(log_prob, entropy, micro.columns, micro.row_N, micro.rows))
+    def consume(hidden: torch.Tensor, weight: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, MicroLoss | None]:
+        outputs = head(hidden, weight, micro)
+        if not micro.rows:
+            return outputs.total(), None  # still part of the graph: other ranks wait for this backward pass
+        output = loss(_token_batch(outputs, micro))
         detached = MicroLoss(
             output.loss.detach(),
             {name: value.detach() for name, value in output.sums.items()},
@@ -112,12 +50,25 @@ def training_consumer(head: Head, loss: TokenLoss) -> Consumer:
     return consume
 
 
-def scoring_consumer(head: Head) -> Consumer:
-    """Hidden states -> (log-prob, entropy or None) of the micro-batch."""
+def _token_batch(outputs: Outputs, micro: MicroBatch) -> TokenBatch:
+    return TokenBatch(
+        log_prob_T=outputs.log_prob_N,
+        entropy_T=outputs.entropy_N,
+        columns=micro.token_columns,
+        row_T=micro.row_N,
+        rows=micro.rows,
+        value_T=outputs.value_N,
+        score_R=outputs.score_R,
+        row_columns=micro.row_columns,
+    )
 
-    def consume(hidden: torch.Tensor, weight_VH: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, Any]:
-        log_prob, entropy = head(hidden, weight_VH, micro)
-        return log_prob.sum(), (log_prob, entropy)
+
+def scoring_consumer(head: Head) -> Consumer:
+    """Hidden states -> the head's Outputs."""
+
+    def consume(hidden: torch.Tensor, weight: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, Outputs]:
+        outputs = head(hidden, weight, micro)
+        return outputs.total(), outputs
 
     return consume
 
@@ -138,7 +89,7 @@ def run(
         hidden = chunk(micro.tokens_1T, micro.positions_1T, None, packed_seq_params=micro.packing)
 
         def finish(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
-            loss, result = consume(hidden, unwrap(chunk).output_weight, micro)
+            loss, result = consume(hidden, unwrap(chunk).head_weight, micro)
             return loss, torch.zeros((), dtype=torch.int, device=hidden.device), result
 
         return hidden, finish

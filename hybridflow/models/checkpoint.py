@@ -6,7 +6,7 @@ writes a model folder that is complete or absent. Both work from ShardParameters
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -27,19 +27,24 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def load_shards(
-    path: str, parameters: Mapping[str, ShardParameter], into: Mapping[str, torch.Tensor], expected: Shapes | None = None
+    path: str,
+    parameters: Mapping[str, ShardParameter],
+    into: Mapping[str, torch.Tensor],
+    expected: Shapes | None = None,
+    ignored: Collection[str] = (),
 ) -> None:
     """Fills `into[name]` for every parameter, reading only its pieces; what no piece covers (padding) becomes zero.
 
     bfloat16, float16 and float32 files are cast to the dtype of `into`. With `expected` (WeightMap.logical) the whole folder is
-    checked: shapes must be equal and nothing may be surplus. Host memory: READ_BYTES beside the parameters.
+    checked: shapes must be equal and nothing but `ignored` may be surplus. Host memory: READ_BYTES beside the parameters.
     Raises ModelError listing every missing, misshaped, surplus or oddly typed tensor, before anything is written.
     """
     files = TensorFiles(path)
-    problems = _parameter_problems(parameters, into) + _file_problems(files.tensors, parameters, expected)
+    problems = _parameter_problems(parameters, into) + _file_problems(files.tensors, parameters, expected, ignored)
     if problems:
         raise ModelError(f"{path} does not fit the model:\n  " + "\n  ".join(problems))
-    duplicates = {kept: twin for twin, kept in TIED.items() if expected is not None and twin in files.tensors and twin not in expected}
+    surplus = set(files.tensors).difference(expected or files.tensors, ignored)
+    duplicates = {kept: twin for twin, kept in TIED.items() if twin in surplus}
     with torch.no_grad():
         for name, parameter in parameters.items():
             _fill(files, parameter, into[name], duplicates)
@@ -75,7 +80,9 @@ def _parameter_problems(parameters: Mapping[str, ShardParameter], tensors: Mappi
     return problems
 
 
-def _file_problems(found: Mapping[str, TensorInfo], parameters: Mapping[str, ShardParameter], expected: Shapes | None) -> list[str]:
+def _file_problems(
+    found: Mapping[str, TensorInfo], parameters: Mapping[str, ShardParameter], expected: Shapes | None, ignored: Collection[str]
+) -> list[str]:
     """Differences between the files and the model. Without `expected`, only what the pieces need is known."""
     least: dict[str, tuple[int, ...]] = {}
     for piece in (piece for parameter in parameters.values() for piece in parameter.pieces):
@@ -93,7 +100,7 @@ def _file_problems(found: Mapping[str, TensorInfo], parameters: Mapping[str, Sha
         if info.dtype not in DTYPES:
             problems.append(f"dtype {info.dtype} of {name} in {info.file} is not supported; supported: {', '.join(DTYPES)}")
     if expected is not None:
-        unknown = {name: info for name, info in found.items() if not _known(name, info, expected)}
+        unknown = {name: info for name, info in found.items() if name not in ignored and not _known(name, info, expected)}
         problems += [f"surplus: {name} {list(info.shape)} in {info.file}" for name, info in unknown.items()]
     return problems
 
@@ -194,7 +201,7 @@ def export(
     sources = _sources(weights, layout)
     writer = None
     if rank == 0:
-        writer = ModelFolderWriter(path, source, weights.logical, kind, file_bytes=file_bytes, replace=replace)
+        writer = ModelFolderWriter(path, source, weights.logical, kind, head=weights.head, file_bytes=file_bytes, replace=replace)
         writer.start()
     _agree(writer, distributed)
     for name, shape in weights.logical.items():

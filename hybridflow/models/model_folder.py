@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -40,15 +41,27 @@ def verify(path: str | Path, shapes: Shapes, dtype: torch.dtype | None = None) -
     return found
 
 
-def config_with_dtype(text: str, dtype: torch.dtype) -> str:
-    """config.json with its dtype field naming `dtype`; unchanged, to the byte, where it already does."""
+def exported_config(text: str, dtype: torch.dtype, head: str) -> str:
+    """config.json naming `dtype` and the architecture of `head`; unchanged, to the byte, where it already does."""
     config = json.loads(text)
+    before = dict(config)
     key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
-    name = str(dtype).removeprefix("torch.")
-    if config.get(key) == name:
+    config[key] = str(dtype).removeprefix("torch.")
+    if head == "scalar":
+        config |= scalar_head_fields(config)
+    if config == before:
         return text
-    config[key] = name
     return json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+
+
+def scalar_head_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What config.json says of a model with one score per sequence; Hugging Face would otherwise expect two labels."""
+    fields: dict[str, Any] = {}
+    if config.get("architectures"):
+        fields["architectures"] = [name.split("For")[0] + "ForSequenceClassification" for name in config["architectures"]]
+    if len(config.get("id2label", ())) != 1:
+        fields |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    return fields
 
 
 class ModelFolderWriter:
@@ -58,10 +71,12 @@ class ModelFolderWriter:
     ranks send and tell them at the end. Until `finish` succeeds nothing exists at `path` that was not there before.
     """
 
-    def __init__(self, path: str, source: str, shapes: Shapes, dtype: torch.dtype, *, file_bytes: int, replace: bool) -> None:
+    def __init__(self, path: str, source: str, shapes: Shapes, dtype: torch.dtype, *, file_bytes: int, replace: bool,
+                 head: str = "lm") -> None:
         self.path, self.source = Path(path).absolute(), Path(source)
         self.partial = self.path.with_name(f".{self.path.name}.partial")
         self.shapes, self.dtype, self.file_bytes, self.replace = shapes, dtype, file_bytes, replace
+        self.head = head
         self.failure: str | None = None
         self._stream: TensorStream | None = None
 
@@ -99,7 +114,7 @@ class ModelFolderWriter:
 
     def _copy_companions(self) -> None:
         text = (self.source / "config.json").read_bytes().decode()
-        (self.partial / "config.json").write_bytes(config_with_dtype(text, self.dtype).encode())
+        (self.partial / "config.json").write_bytes(exported_config(text, self.dtype, self.head).encode())
         for item in sorted({item for pattern in COMPANIONS for item in self.source.glob(pattern)}):
             copy = shutil.copytree if item.is_dir() else shutil.copyfile
             copy(item, self.partial / item.name)

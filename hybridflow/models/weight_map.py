@@ -10,18 +10,20 @@ Pure Python: no torch, no process group.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from hybridflow.config.layout import Layout, stage_layers
 from hybridflow.errors import ModelError
 from hybridflow.models.cuts import Entry, Shape, padded_vocab
 from hybridflow.models.families import llama, qwen2
-from hybridflow.models.families.dense import Family, embedding, final_norm, output_layer
+from hybridflow.models.families.dense import Family, embedding, final_norm, output_layer, score
 from hybridflow.models.settings import DenseShape, MegatronSettings
 from hybridflow.models.shards import ShardParameter
 
-__all__ = ["FAMILIES", "WeightMap", "padded_vocab", "weight_map"]
+__all__ = ["FAMILIES", "HEADS", "WeightMap", "padded_vocab", "weight_map"]
 
+HEADS = ("lm", "scalar")
 FAMILIES: dict[str, Family] = {family.name: family for family in (llama.FAMILY, qwen2.FAMILY)}
 
 
@@ -29,19 +31,22 @@ class WeightMap:
     """The tensors of one model and where each engine keeps them.
 
     `logical`: every tensor of the Hugging Face checkpoint -> full shape (a tied lm_head is absent).
-    `settings`: what the Megatron engine is built from.
+    `settings`: what the Megatron engine is built from. `head`: "lm", or "scalar" for one number per position (critics, reward
+    models), which takes the place of the language-model head and is tied to nothing.
     """
 
-    def __init__(self, family: Family, hf_config: Any) -> None:
+    def __init__(self, family: Family, hf_config: Any, head: str = "lm") -> None:
         shape = DenseShape.read(hf_config)
         self.family = family.name
-        self.tied = shape.tied
+        self.head = head
+        self.tied = shape.tied and head == "lm"
         self.vocab = shape.vocab
-        self.settings: MegatronSettings = family.settings(hf_config)
+        settings = family.settings(hf_config)
+        self.settings: MegatronSettings = replace(settings, gpt=settings.gpt | {"share_embeddings_and_output_weights": self.tied})
         self._first = [embedding(shape)]
         self._layers = [family.layer(hf_config, n) for n in range(shape.layers)]
         self._last = [final_norm(shape)]
-        self._head = output_layer(shape)
+        self._head = output_layer(shape) if head == "lm" else score(shape)
         self.logical: dict[str, Shape] = {}
         for entry in self._table():
             self.logical.update(zip(entry.sources, entry.cut.logical()))
@@ -119,12 +124,14 @@ class WeightMap:
             raise ModelError("\n".join(problems))
 
 
-def weight_map(hf_config: Any) -> WeightMap:
-    """The weight map of a Hugging Face configuration (its `model_type` names the family).
+def weight_map(hf_config: Any, head: str = "lm") -> WeightMap:
+    """The weight map of a Hugging Face configuration (its `model_type` names the family) with one of HEADS.
 
     Raises ModelError for an unsupported family, or a configuration the family cannot express.
     """
+    if head not in HEADS:
+        raise ValueError(f"head {head!r} is none of {', '.join(HEADS)}")
     name = getattr(hf_config, "model_type", None)
     if name not in FAMILIES:
         raise ModelError(f"model_type {name!r} is not supported; supported families: {', '.join(sorted(FAMILIES))}")
-    return WeightMap(FAMILIES[name], hf_config)
+    return WeightMap(FAMILIES[name], hf_config, head)

@@ -14,11 +14,13 @@ from hybridflow.data.batch import Batch, Ragged
 from hybridflow.engine.device import Device
 from hybridflow.engine.loss_types import LossOutput, TokenBatch
 from hybridflow.engine.megatron import MegatronEngine
+from hybridflow.engine.model import named_parameters
 from hybridflow.errors import NumericsError
 from tests.engine.test_vocab_parallel import sharded
-from tests.engine.tiny import OPTIMIZER, clipped_ratio, make_batch
+from tests.engine.tiny import OPTIMIZER, clipped_ratio, make_batch, value_and_score
 
 Options = dict[str, Any]
+TEMPERATURE = 0.8
 
 
 def engine_of(path: str, layout: Layout, options: Options, optimizer: OptimizerConfig | None = OPTIMIZER) -> MegatronEngine:
@@ -31,6 +33,8 @@ def engine_of(path: str, layout: Layout, options: Options, optimizer: OptimizerC
         sequence_parallel=options.get("sequence_parallel", False),
         recompute=options.get("recompute", "none"),
         total_steps=options.get("total_steps"),
+        head=options.get("head", "lm"),
+        seed=options.get("model_seed", 1),
     )
     engine.load(path)
     return engine
@@ -46,32 +50,73 @@ def rows_of(rank_dp: int, dp: int, rows: int, options: Options) -> list[int]:
     return order[rank_dp::dp]
 
 
+def whole_batch(options: Options) -> Batch:
+    return make_batch(options.get("rows", 9), options.get("seed", 1), options.get("longest", 24), options.get("empty", 0.2))
+
+
 def local_batch(engine: MegatronEngine, options: Options) -> tuple[Batch, list[int]]:
-    whole = make_batch(options.get("rows", 9), options.get("seed", 1), options.get("longest", 24), options.get("empty", 0.2))
+    whole = whole_batch(options)
     mine = rows_of(engine.parallel.at.dp, engine.layout.dp, len(whole), options)
     return whole.select(mine), mine
 
 
-def shards(engine: MegatronEngine) -> tuple[dict[str, torch.Tensor], Any]:
-    return {name: tensor.clone() for name, tensor in engine.parameters().items()}, engine.shard_parameters()
+def shards(engine: MegatronEngine) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in engine.parameters().items()}
 
 
-def train(path: str, layout: Layout, options: Options, steps: int = 2) -> Options:
-    """Log-probs, then `steps` updates on one mini-batch; metrics, log-probs by row, and the weights afterwards."""
+def gradients(engine: MegatronEngine) -> dict[str, torch.Tensor]:
+    """The reduced gradient of every parameter of this rank; the distributed optimizer leaves each rank only its part."""
+    for buffer in [buffer for chunk in engine.chunks for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]]:
+        group = buffer.data_parallel_group
+        for bucket in buffer.buckets:
+            part = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+            dist.all_gather_into_tensor(bucket.grad_data, part, group=group)
+    return {name: parameter.main_grad.clone() for name, parameter in named_parameters(engine.chunks).items()}
+
+
+def keep_gradients(engine: MegatronEngine) -> dict[str, torch.Tensor]:
+    """Filled by the next update with its gradients before clipping."""
+    kept: dict[str, torch.Tensor] = {}
+    norm = engine.optimizer.gradient_norm
+
+    def keep_then_norm() -> float:
+        kept.update({} if kept else gradients(engine))
+        return norm()
+
+    engine.optimizer.gradient_norm = keep_then_norm
+    return kept
+
+
+def evaluate(engine: MegatronEngine, batch: Batch, rows: list[int], options: Options) -> Options:
+    """What the engine computes without gradients, by row."""
+    budget = options.get("budget", 32)
+    if engine.weights.head == "scalar":
+        columns = {"value": engine.values(batch, token_budget=budget).rows(), "score": engine.scores(batch, token_budget=budget)}
+    else:
+        scored = engine.log_probs(batch, temperature=TEMPERATURE, token_budget=budget, entropy=options.get("entropy", True))
+        columns = {name: scored[name].rows() for name in scored}
+    return {name: dict(zip(rows, column)) for name, column in columns.items()}
+
+
+def train(path: str, layout: Layout, options: Options) -> Options:
+    """Evaluation, then `steps` updates on one mini-batch; metrics, first gradients, and the weights afterwards."""
     engine = engine_of(path, layout, options)
     batch, rows = local_batch(engine, options)
-    call = {"temperature": 0.8, "token_budget": options.get("budget", 32), "entropy": options.get("entropy", True)}
-    scored = engine.log_probs(batch, **call)
-    metrics = [engine.update(batch, clipped_ratio, **call) for _ in range(steps)]
-    columns = {name: dict(zip(rows, scored[name].rows())) for name in scored}
-    return {"metrics": metrics, "shards": shards(engine), **columns}
+    found = evaluate(engine, batch, rows, options)
+    call: Options = {"token_budget": options.get("budget", 32)}
+    if engine.weights.head == "lm":
+        call |= {"temperature": TEMPERATURE, "entropy": options.get("entropy", True)}
+    loss = clipped_ratio if engine.weights.head == "lm" else value_and_score
+    first = keep_gradients(engine)
+    metrics = [engine.update(batch, loss, **call) for _ in range(options.get("steps", 2))]
+    return {"metrics": metrics, "gradients": first, "shards": shards(engine), "pieces": engine.shard_parameters(), **found}
 
 
 def on_policy_ratio(path: str, layout: Layout, options: Options, budgets: tuple[int, int]) -> tuple[float, float]:
     """Largest |ratio - 1| and clip fraction of the first update when log-probs come from the same weights."""
     engine = engine_of(path, layout, options)
     batch, _ = local_batch(engine, options)
-    call = {"temperature": 0.8, "entropy": False}
+    call = {"temperature": TEMPERATURE, "entropy": False}
     old = engine.log_probs(batch, token_budget=budgets[0], **call)["log_prob"]
     metrics = engine.update(batch.with_columns(old_log_prob=old), ratio_gap, token_budget=budgets[1], **call)
     return metrics["gap"], metrics["clipped"]
@@ -87,7 +132,7 @@ def broken_then_good(path: str, layout: Layout, options: Options, broken_dp: int
     """Updates whose loss or gradient is not finite on one data-parallel rank only, then a good one."""
     engine = engine_of(path, layout, options)
     batch, _ = local_batch(engine, options)
-    call = {"temperature": 0.8, "token_budget": 32, "entropy": True}
+    call = {"temperature": TEMPERATURE, "token_budget": 32, "entropy": True}
 
     def nan_loss(tokens: TokenBatch) -> LossOutput:
         output = clipped_ratio(tokens)
@@ -100,7 +145,7 @@ def broken_then_good(path: str, layout: Layout, options: Options, broken_dp: int
         zero = tokens.log_prob_T - tokens.log_prob_T.detach()
         return LossOutput(output.loss + zero.abs().sqrt().sum())  # value 0, slope infinite
 
-    before, _ = shards(engine)
+    before = shards(engine)
     errors = []
     for loss in (nan_loss, infinite_gradient):
         try:
@@ -108,7 +153,8 @@ def broken_then_good(path: str, layout: Layout, options: Options, broken_dp: int
         except NumericsError as error:
             errors.append(str(error))
     unchanged = all(torch.equal(before[name], tensor) for name, tensor in engine.parameters().items())
-    return {"errors": errors, "unchanged": unchanged, "metrics": [engine.update(batch, clipped_ratio, **call)], "shards": shards(engine)}
+    return {"errors": errors, "unchanged": unchanged, "metrics": [engine.update(batch, clipped_ratio, **call)], "shards": shards(engine),
+            "pieces": engine.shard_parameters()}
 
 
 def actor_and_reference(path: str, layout: Layout, options: Options) -> tuple[float, float, bool]:
@@ -128,7 +174,7 @@ def offloaded_between(path: str, layout: Layout, options: Options) -> Options:
     """Two updates with the optimizer offloaded and brought back between them."""
     engine = engine_of(path, layout, options)
     batch, _ = local_batch(engine, options)
-    call = {"temperature": 0.8, "token_budget": 32, "entropy": True}
+    call = {"temperature": TEMPERATURE, "token_budget": 32, "entropy": True}
     metrics = [engine.update(batch, clipped_ratio, **call)]
     buffers = [buffer for chunk in engine.chunks for buffer in chunk.buffers]
     engine.offload_optimizer()

@@ -10,7 +10,8 @@ from hybridflow.config.layout import Layout
 from hybridflow.engine.attention import attend, packing_of
 from hybridflow.engine.device import Device
 from hybridflow.engine.megatron import MegatronEngine
-from tests.engine.tiny import OPTIMIZER, clipped_ratio, load_model, make_batch, reference_log_probs, reference_update
+from tests.engine.reference import load_model, reference_log_probs, reference_update
+from tests.engine.tiny import OPTIMIZER, clipped_ratio, make_batch
 
 pytestmark = pytest.mark.gpu
 CALL = {"temperature": 0.8, "token_budget": 64, "entropy": True}
@@ -41,7 +42,7 @@ def test_update_and_log_probs(gpu_rank: Device, checkpoints: dict[str, str], fam
     for name, expected in (("log_prob", log_prob), ("entropy", entropy)):
         gap = (scored[name].values.double() - expected).abs()
         assert gap.mean() < mean and gap.max() < largest, name
-    for reference in reference_update(model, batch, 0.8, True, OPTIMIZER, steps=2):
+    for reference in reference_update(model, batch, clipped_ratio, OPTIMIZER, temperature=0.8, entropy=True, steps=2).metrics:
         metrics = engine.update(batch, clipped_ratio, **CALL)
         assert metrics["loss"] == pytest.approx(reference["loss"], rel=relative)
         assert metrics["grad_norm"] == pytest.approx(reference["grad_norm"], rel=relative)

@@ -14,16 +14,8 @@ from hybridflow.data.batch import Batch, Ragged
 from hybridflow.engine.device import Device
 from hybridflow.engine.megatron import MegatronEngine
 from hybridflow.errors import ConfigError, ModelError, PhaseError
-from tests.engine.tiny import (
-    OPTIMIZER,
-    VOCAB,
-    clipped_ratio,
-    load_model,
-    make_batch,
-    make_checkpoint,
-    reference_log_probs,
-    reference_update,
-)
+from tests.engine.reference import load_model, reference_log_probs, reference_update
+from tests.engine.tiny import OPTIMIZER, VOCAB, clipped_ratio, make_batch, make_checkpoint
 
 ONE = Layout(world=1)
 CALL = {"temperature": 0.8, "token_budget": 50, "entropy": True}
@@ -56,7 +48,7 @@ def test_log_probs_and_entropy(cpu_rank: Device, checkpoints: dict[str, str], fa
 def test_update_equals_the_reference(cpu_rank: Device, checkpoints: dict[str, str]) -> None:
     batch = make_batch(12, 21, empty=0.2)
     model = load_model(checkpoints["qwen2"])
-    expected = reference_update(model, batch, 0.8, True, OPTIMIZER, steps=3)
+    expected = reference_update(model, batch, clipped_ratio, OPTIMIZER, temperature=0.8, entropy=True, steps=3).metrics
     engine = build(checkpoints["qwen2"], cpu_rank)
     for reference in expected:
         metrics = engine.update(batch, clipped_ratio, **CALL)
@@ -93,7 +85,7 @@ def test_llama_variants(cpu_rank: Device, tmp_path: Path, changes: dict) -> None
         log_prob, _ = reference_log_probs(model, batch, 1.0)
     scored = engine.log_probs(batch, temperature=1.0, token_budget=300, entropy=False)["log_prob"]
     torch.testing.assert_close(scored.values.double(), log_prob, rtol=2e-6, atol=1e-5)
-    for reference in reference_update(model, batch, 0.8, True, OPTIMIZER, steps=2):
+    for reference in reference_update(model, batch, clipped_ratio, OPTIMIZER, temperature=0.8, entropy=True, steps=2).metrics:
         assert engine.update(batch, clipped_ratio, **CALL)["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-5)
 
 

@@ -1,4 +1,4 @@
-"""Tiny Hugging Face checkpoints, batches and the plain torch reference the engine is held against."""
+"""Tiny Hugging Face checkpoints, batches and loss functions (the reference they are held against: reference.py)."""
 
 from __future__ import annotations
 
@@ -19,9 +19,12 @@ FAMILIES = {
 OPTIMIZER = OptimizerConfig(lr=1e-2, weight_decay=0.1, eps=1e-3, clip_grad=0.5)
 
 
-def make_checkpoint(folder: Path, family: str, layers: int = 4, seed: int = 0, **changes: Any) -> str:
-    """A random float32 model: 8 query and 4 key-value heads, vocabulary 101, norms and biases away from 1 and 0."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+def make_checkpoint(folder: Path, family: str, layers: int = 4, seed: int = 0, scalar: bool = False, **changes: Any) -> str:
+    """A random float32 model: 8 query and 4 key-value heads, vocabulary 101, norms and biases away from 1 and 0.
+
+    `scalar`: a sequence-classification model of one label, else a language model. `changes`: fields of its config.json.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
     torch.manual_seed(seed)
     settings = {
@@ -39,20 +42,15 @@ def make_checkpoint(folder: Path, family: str, layers: int = 4, seed: int = 0, *
         "pad_token_id": None,  # with one, Hugging Face gives that row of the embedding no gradient
         **FAMILIES[family],
     }
-    config = AutoConfig.for_model(family, **{**settings, **changes})
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    config = AutoConfig.for_model(family, **{**settings, **({"num_labels": 1} if scalar else {}), **changes})
+    kind = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
+    model = kind.from_config(config, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * (0.1 if parameter.dim() > 1 else 0.2))
-    path = folder / family
+    path = folder / (f"{family}_scalar" if scalar else family)
     model.save_pretrained(path)
     return str(path)
-
-
-def load_model(path: str, dtype: torch.dtype = torch.float64) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager")
 
 
 def make_batch(rows: int, seed: int, longest: int = 24, empty: float = 0.0) -> Batch:
@@ -69,6 +67,8 @@ def make_batch(rows: int, seed: int, longest: int = 24, empty: float = 0.0) -> B
             "response_ids": Ragged(torch.randint(0, VOCAB, (total,), generator=g), response),
             "old_log_prob": Ragged(-5 + torch.randn(total, generator=g), response),
             "advantage": torch.randn(rows, generator=g),
+            "returns": Ragged(torch.randn(total, generator=g), response),
+            "target_score": torch.randn(rows, generator=g),
             "loss_weight": torch.full((rows,), 1.0 / max(total, 1), dtype=torch.float64),
         }
     )
@@ -86,44 +86,9 @@ def clipped_ratio(tokens: TokenBatch) -> LossOutput:
     return LossOutput((weight * token_loss).sum(), sums, {"ratio": ratio.max()})
 
 
-def response_logits(model: Any, prompt: torch.Tensor, response: torch.Tensor) -> torch.Tensor:
-    """[r, V] the logits each response token was drawn from, temperature 1."""
-    logits = model(torch.cat([prompt, response])[None]).logits[0]
-    return logits[len(prompt) - 1 : -1]
-
-
-def reference_log_probs(model: Any, batch: Batch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """(log-prob, entropy) of all response tokens, row after row, in the model's dtype."""
-    log_probs, entropies = [], []
-    for prompt, response in zip(batch["prompt_ids"].rows(), batch["response_ids"].rows()):
-        if len(response):
-            log_p = torch.log_softmax(response_logits(model, prompt, response) / temperature, -1)
-            log_probs.append(log_p.gather(-1, response[:, None])[:, 0])
-            entropies.append(-(log_p.exp() * log_p).sum(-1))
-    return torch.cat(log_probs), torch.cat(entropies)
-
-
-def reference_update(
-    model: Any, batch: Batch, temperature: float, entropy: bool, config: OptimizerConfig, steps: int = 1
-) -> list[dict[str, float]]:
-    """Update `model` in place with torch AdamW; loss, gradient norm and metrics of each step."""
-    decayed = [p for p in model.parameters() if p.dim() > 1]
-    plain = [p for p in model.parameters() if p.dim() <= 1]
-    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
-    response = batch["response_ids"]
-    rows = response.row_ids()
-    columns = {name: batch[name][rows] for name in ("advantage", "loss_weight")} | {"old_log_prob": batch["old_log_prob"].values}
-    results = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        log_prob, entropies = reference_log_probs(model, batch, temperature)
-        output = clipped_ratio(TokenBatch(log_prob, entropies if entropy else None, columns, rows, len(batch)))
-        output.loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip_grad)
-        optimizer.step()
-        numbers = {"loss": output.loss, "grad_norm": norm, **output.sums, **output.maxima}
-        results.append({name: value.item() for name, value in numbers.items()})
-    return results
-
-
+def value_and_score(tokens: TokenBatch) -> LossOutput:
+    """A critic's squared error, and one of the score of each row."""
+    weight, error = tokens.columns["loss_weight"], tokens.value_T - tokens.columns["returns"]
+    score_error = tokens.score_R - tokens.row_columns["target_score"]
+    sums = {"value": (weight * tokens.value_T).sum(), "rows": torch.ones_like(score_error).sum()}
+    return LossOutput((weight * error.square()).sum() + 0.1 * score_error.square().sum(), sums, {"score": tokens.score_R.max()})

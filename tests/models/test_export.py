@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hybridflow.config.layout import Layout
 from hybridflow.errors import ModelError
-from hybridflow.models.model_folder import config_with_dtype, verify
+from hybridflow.models.model_folder import exported_config, verify
 from hybridflow.models.settings import read_hf_config
 from hybridflow.models.tensor_files import describe
 from hybridflow.models.weight_map import weight_map
@@ -167,6 +167,6 @@ def test_verify_lists_every_difference(source: Path, tmp_path: Path) -> None:
 
 def test_config_keeps_its_bytes_unless_the_dtype_changes() -> None:
     text = '{"z": 1,\n "torch_dtype": "bfloat16", "rope_theta": 1e4}'
-    assert config_with_dtype(text, torch.bfloat16) == text
-    assert json.loads(config_with_dtype(text, torch.float32)) == {"z": 1, "torch_dtype": "float32", "rope_theta": 1e4}
-    assert json.loads(config_with_dtype("{}", torch.float32)) == {"dtype": "float32"}
+    assert exported_config(text, torch.bfloat16, "lm") == text
+    assert json.loads(exported_config(text, torch.float32, "lm")) == {"z": 1, "torch_dtype": "float32", "rope_theta": 1e4}
+    assert json.loads(exported_config("{}", torch.float32, "lm")) == {"dtype": "float32"}

@@ -82,3 +82,8 @@ def output_layer(shape: DenseShape) -> Entry:
     """The language-model head; a tied one is the embedding under Megatron's name for the copy on the last stage."""
     source = "model.embed_tokens.weight" if shape.tied else "lm_head.weight"
     return Entry((source,), Vocabulary(shape.vocab, shape.hidden), "output_layer.weight", "lm_head.weight")
+
+
+def score(shape: DenseShape) -> Entry:
+    """The scalar head of a critic or reward model, as Hugging Face's *ForSequenceClassification with one label stores it."""
+    return Entry(("score.weight",), Replicated((1, shape.hidden)), "score.weight", "score.weight")

@@ -1,0 +1,110 @@
+"""Parity of the engine on real ranks with Hugging Face in float64, for any model, layout and batch. One call:
+
+    compare(pool, layout, path)                        # a language model: log-probs, entropy, loss, metrics, every gradient, weights
+    compare(pool, layout, path, {"head": "scalar"})    # a sequence-classification model: values and scores in place of log-probs
+
+`options` (all optional): head, sequence_parallel, recompute, budget, rows, seed, longest, empty, steps, split, order_seed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hybridflow.config.layout import Layout
+from tests.engine import ranks_jobs as jobs
+from tests.engine.reference import Reference, load_model, reference_log_probs, reference_update, reference_values
+from tests.engine.tiny import OPTIMIZER, clipped_ratio, value_and_score
+from tests.ranks import RankPool
+
+RELATIVE = 1e-5
+TEMPERATURE = jobs.TEMPERATURE
+Results = list[dict[str, Any]]
+
+
+def compare(pool: RankPool, layout: Layout, path: str, options: jobs.Options | None = None) -> Results:
+    """Runs jobs.train on the ranks and checks it; what the ranks returned."""
+    options = options or {}
+    results = pool.run(jobs.train, path, layout, options)
+    check_scores(results, path, options)
+    check_training(results, path, options)
+    return results
+
+
+def scalar(options: jobs.Options) -> bool:
+    return options.get("head") == "scalar"
+
+
+def expected_update(path: str, options: jobs.Options, steps: int) -> Reference:
+    model = load_model(path, scalar(options))
+    batch = jobs.whole_batch(options)
+    if scalar(options):
+        return reference_update(model, batch, value_and_score, OPTIMIZER, steps=steps)
+    return reference_update(
+        model, batch, clipped_ratio, OPTIMIZER, temperature=TEMPERATURE, entropy=options.get("entropy", True), steps=steps
+    )
+
+
+def check_training(results: Results, path: str, options: jobs.Options) -> None:
+    """Metrics of each step, gradients of the first, weights after the last; all ranks agree."""
+    expected = expected_update(path, options, len(results[0]["metrics"]))
+    assert all(result["metrics"] == results[0]["metrics"] for result in results), "ranks report different metrics"
+    for metrics, reference in zip(results[0]["metrics"], expected.metrics):
+        assert set(metrics) == {*reference, "lr"}
+        for name, value in reference.items():
+            assert close(metrics[name], value), f"{name}: {metrics[name]} instead of {value}"
+    if "gradients" in results[0]:
+        gradients = join(results, "gradients")
+        assert gradients.keys() == expected.gradients.keys()
+        for name, gradient in gradients.items():
+            wanted = expected.gradients[name]
+            assert (gradient.double() - wanted).abs().max() <= RELATIVE * wanted.abs().max(), f"gradient of {name}"
+    for name, tensor in join(results, "shards").items():
+        moved = (expected.after[name] - expected.before[name]).abs().max()
+        assert moved > 1e-4
+        # 1e-5 of the update, not of the weight: a wrong decay group or clip factor would be far outside.
+        assert (tensor.double() - expected.after[name]).abs().max() <= RELATIVE * (moved + expected.after[name].abs().max()), name
+
+
+def check_scores(results: Results, path: str, options: jobs.Options) -> None:
+    """What the engine computes without gradients: by response token, and the score of each row."""
+    batch, model = jobs.whole_batch(options), load_model(path, scalar(options))
+    lengths = batch["response_ids"].lengths.tolist()
+    with torch.no_grad():
+        if scalar(options):
+            values, scores = reference_values(model, batch)
+            expected = {"value": values.split(lengths), "score": list(scores)}
+        else:
+            log_prob, entropy = reference_log_probs(model, batch, TEMPERATURE)
+            expected = {"log_prob": log_prob.split(lengths), "entropy": entropy.split(lengths)}
+    for name, by_row in expected.items():
+        seen = set()
+        for result in results:
+            for row, value in result[name].items():
+                seen.add(row)
+                assert value.dtype == torch.float32
+                torch.testing.assert_close(value.double(), by_row[row], rtol=2e-6, atol=5e-6)
+        assert seen == set(range(len(batch)))
+
+
+def close(value: float, expected: float, relative: float = RELATIVE) -> bool:
+    return abs(value - expected) <= relative * abs(expected)
+
+
+def join(results: Results, key: str) -> dict[str, torch.Tensor]:
+    """Logical tensors from the shards of all ranks; copies of a region must agree bit for bit."""
+    boxes: dict[tuple, torch.Tensor] = {}
+    for result in results:
+        parameters, pieces = result[key], result["pieces"]
+        assert set(parameters) == set(pieces)
+        for name, parameter in pieces.items():
+            for piece in parameter.pieces:
+                part = parameters[name][piece.local(piece.box).slices()]
+                first = boxes.setdefault((piece.tensor, piece.box), part)
+                assert torch.equal(first, part), f"copies of {piece.tensor} differ"
+    logical: dict[str, torch.Tensor] = {}
+    for (tensor, box), part in boxes.items():
+        shape = [max(b.stop[d] for (t, b) in boxes if t == tensor) for d in range(part.dim())]
+        logical.setdefault(tensor, torch.zeros(shape, dtype=part.dtype))[box.slices()] = part
+    return logical
