@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import string
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -21,19 +22,19 @@ def tiny_tokenizer(vocab: int = 101, chat_template: str | None = None) -> PreTra
 
 def make_tiny_model(
     path: str | Path, family: str = "llama", hidden: int = 32, layers: int = 4, heads: int = 4, kv_heads: int = 2, vocab: int = 101,
-    tied: bool = True, seed: int = 0, max_positions: int = 256, chat_template: str | None = None,
+    tied: bool = True, seed: int = 0, max_positions: int = 256, chat_template: str | None = None, **changes: Any,
 ) -> str:
     """Write config.json, model.safetensors (float32) and the tokenizer to `path`; returns the path as a string.
 
     Every tensor is random, biases and norm weights too, so that a mapping that swaps or loses one shows; the scale is
-    large enough that greedy continuations of different prompts differ.
+    large enough that greedy continuations of different prompts differ. `changes`: further fields of config.json.
     """
     tokenizer = tiny_tokenizer(vocab, chat_template)
     config = AutoConfig.for_model(
         family, hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers, num_attention_heads=heads,
         num_key_value_heads=kv_heads, vocab_size=vocab, max_position_embeddings=max_positions, tie_word_embeddings=tied,
         pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, bos_token_id=tokenizer.bos_token_id,
-        rope_parameters={"rope_theta": 50000.0, "rope_type": "default"},
+        **{"rope_parameters": {"rope_theta": 50000.0, "rope_type": "default"}, **changes},
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     _randomize(model, torch.Generator().manual_seed(seed))

@@ -62,9 +62,10 @@ def length_problems(config: Config, facts: ModelFacts | None, generates: bool, r
     if generates:
         parts += f" + rollout.max_response_length={config.rollout.max_response_length} = {longest}"
     problems = []
-    if facts is not None and longest > facts.max_positions:
-        problems.append(f"{parts}: longer than the {facts.max_positions} positions of {facts.path}; nearest that works: "
-                        f"a sum of {facts.max_positions}.")
+    if facts is not None and longest > facts.longest_sequence:
+        limit = "tokens of the sliding window" if facts.window else "positions"
+        problems.append(f"{parts}: longer than the {facts.longest_sequence} {limit} of {facts.path}; nearest that works: "
+                        f"a sum of {facts.longest_sequence}.")
     budgets = {
         "actor.max_tokens_per_micro_batch": config.actor.max_tokens_per_micro_batch,
         "actor.log_prob_max_tokens_per_micro_batch": config.actor.log_prob_max_tokens_per_micro_batch if generates else longest,

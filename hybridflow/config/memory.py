@@ -30,17 +30,9 @@ class Phase:
         return sum(self.parts.values())
 
 
-def _layer_parameters(facts: ModelFacts, tp: int, kv_heads: int) -> int:
-    """One decoder layer on one tensor-parallel rank that holds `kv_heads` key-value heads."""
-    qkv = facts.head_dim * (facts.heads // tp + 2 * kv_heads)
-    output = facts.head_dim * facts.heads // tp
-    bias = qkv if facts.family == "qwen2" else 0
-    return facts.hidden * (qkv + output) + bias + 3 * facts.hidden * facts.ffn // tp + 2 * facts.hidden
-
-
 def training_parameters(facts: ModelFacts, tp: int, pp: int) -> int:
     """Parameters of the rank that holds most: the first or the last pipeline stage."""
-    layers = facts.layers // pp * _layer_parameters(facts, tp, facts.kv_heads // tp)
+    layers = facts.layers // pp * facts.layer_parameters(tp)
     vocabulary = -(-facts.vocab // tp) * facts.hidden
     if pp == 1:
         return layers + facts.hidden + vocabulary * (1 if facts.tied else 2)
@@ -51,7 +43,7 @@ def generation_parameters(facts: ModelFacts, tp: int) -> int:
     """Parameters of one rank of a vLLM replica; key-value heads are repeated where there are fewer of them than ranks."""
     padded = -(-facts.vocab // VLLM_VOCABULARY_MULTIPLE) * VLLM_VOCABULARY_MULTIPLE
     vocabulary = padded // tp * facts.hidden * (1 if facts.tied else 2)
-    return facts.layers * _layer_parameters(facts, tp, max(1, facts.kv_heads // tp)) + facts.hidden + vocabulary
+    return facts.layers * facts.layer_parameters(tp, max(1, facts.kv_heads // tp)) + facts.hidden + vocabulary
 
 
 def activation_bytes(config: Config, facts: ModelFacts) -> int:

@@ -3,21 +3,45 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from omegaconf import MISSING
 
 from hybridflow.config import keys
+from hybridflow.config.rope_rules import rope_kind
 from hybridflow.errors import ConfigError, ModelError
 
-FAMILIES = ("llama", "qwen2")  # model_type of config.json; hybridflow.models.weight_map.FAMILIES holds their tables
+
+@dataclass(frozen=True)
+class FamilyFacts:
+    """What the config.json of a family leaves to Hugging Face's code.
+
+    qkv_bias: query, key and value always have a bias. optional_biases: attention_bias and mlp_bias may ask for them.
+    qk_norm: query and key heads are normalized. window: attention reaches `sliding_window` tokens back, where that is set.
+    defaults: values of absent fields that are not another field's.
+    """
+
+    qkv_bias: bool = False
+    optional_biases: bool = False
+    qk_norm: bool = False
+    window: bool = False
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+FAMILIES = {  # by model_type of config.json; hybridflow.models.weight_map.FAMILIES holds their tables
+    "llama": FamilyFacts(optional_biases=True),
+    "mistral": FamilyFacts(window=True, defaults={"num_key_value_heads": 8, "sliding_window": 4096}),
+    "qwen2": FamilyFacts(qkv_bias=True, defaults={"num_key_value_heads": 32}),
+    "qwen3": FamilyFacts(qk_norm=True, defaults={"num_key_value_heads": 32, "head_dim": 128}),
+}
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Sizes of a decoder, with the defaults Hugging Face gives to absent fields."""
+    """Sizes of a decoder, with the defaults Hugging Face gives to absent fields. The weight map is built from the same facts."""
 
     path: str
     family: str
@@ -30,14 +54,30 @@ class ModelFacts:
     vocab: int
     max_positions: int  # tokens of the longest sequence the model knows positions for
     tied: bool  # the output layer is the embedding
+    qkv_bias: bool = False
+    output_bias: bool = False  # of the attention's output projection
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    window: int | None = None  # tokens that attention reaches back, itself included, where that is less than max_positions
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest sequence the engines compute rightly: up to the window, attention through it is full attention."""
+        return min(self.max_positions, self.window or self.max_positions)
+
+    def layer_parameters(self, tp: int = 1, kv_heads: int | None = None) -> int:
+        """Of one decoder layer on one of `tp` tensor-parallel ranks, which holds `kv_heads` key-value heads (None: its share)."""
+        queries = self.head_dim * self.heads // tp
+        qkv = queries + 2 * self.head_dim * (self.kv_heads // tp if kv_heads is None else kv_heads)
+        ffn = self.ffn // tp
+        biases = qkv * self.qkv_bias + self.hidden * self.output_bias + (2 * ffn + self.hidden) * self.mlp_bias
+        norms = 2 * self.hidden + 2 * self.head_dim * self.qk_norm
+        return self.hidden * (qkv + queries + 3 * ffn) + biases + norms
 
     @property
     def parameters(self) -> int:
-        """Weights and norms; biases of query, key and value where the family has them."""
-        attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
-        bias = self.head_dim * (self.heads + 2 * self.kv_heads) if self.family == "qwen2" else 0
-        layer = attention + bias + 3 * self.hidden * self.ffn + 2 * self.hidden
-        return self.layers * layer + self.hidden + self.vocab * self.hidden * (1 if self.tied else 2)
+        """All weights, norms and biases."""
+        return self.layers * self.layer_parameters() + self.hidden + self.vocab * self.hidden * (1 if self.tied else 2)
 
 
 def read_model_facts(path: str, key: str = "actor.model.path") -> ModelFacts:
@@ -61,7 +101,7 @@ def read_model_facts(path: str, key: str = "actor.model.path") -> ModelFacts:
         raise ModelError(f"{file}: not readable as JSON ({error}); copy the file again from the model's source.") from error
     if not isinstance(content, dict):
         raise ModelError(f"{file}: expected a JSON object, found {type(content).__name__}; copy the file again from the model's source.")
-    return _facts(path, file, content)
+    return model_facts(content, path, file)
 
 
 def _why_no_folder(folder: Path) -> str:
@@ -72,21 +112,33 @@ def _why_no_folder(folder: Path) -> str:
     return f"no such folder; did you mean {folder.parent / near}?" if near else "no such folder"
 
 
-def _facts(path: str, file: Path, content: dict[str, Any]) -> ModelFacts:
-    family = content.get("model_type")
-    if family not in FAMILIES:
-        raise ModelError(f"{file}: model_type={family!r} is not supported; supported: {', '.join(FAMILIES)}.")
+def model_facts(content: Mapping[str, Any], path: str, file: str | Path) -> ModelFacts:
+    """The facts in `content`, the fields of the config.json `file` of the model `path`.
+
+    Raises ModelError naming the file, the fields and the fix when the family has no support or a size is none.
+    """
+    name = content.get("model_type")
+    if name not in FAMILIES:
+        raise ModelError(f"{file}: model_type={name!r} is not supported; supported: {', '.join(FAMILIES)}.")
+    family = FAMILIES[name]
+    fields = {**family.defaults, **content}
     names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "max_position_embeddings")
-    wrong = [f"{name}={content.get(name)!r}" for name in names if not _is_size(content.get(name))]
+    wrong = [f"{name}={fields.get(name)!r}" for name in names if not _is_size(fields.get(name))]
     if wrong:
         raise ModelError(f"{file}: these must be positive integers: {', '.join(wrong)}; take config.json from the model's source.")
-    layers, hidden, ffn, heads, vocab, max_positions = (content[name] for name in names)
-    kv_heads = content.get("num_key_value_heads") or heads
+    layers, hidden, ffn, heads, vocab, max_positions = (fields[name] for name in names)
+    kv_heads = fields.get("num_key_value_heads") or heads
     if not _is_size(kv_heads) or heads % kv_heads:
         raise ModelError(f"{file}: num_key_value_heads={kv_heads!r} must divide num_attention_heads={heads}.")
-    head_dim = content.get("head_dim") or hidden // heads
-    tied = bool(content.get("tie_word_embeddings", False))
-    return ModelFacts(path, family, layers, hidden, ffn, heads, kv_heads, head_dim, vocab, max_positions, tied)
+    rope_kind(content, file)
+    attention_bias = family.optional_biases and bool(fields.get("attention_bias"))
+    window = (fields.get("sliding_window") if family.window else None) or max_positions
+    return ModelFacts(
+        path, name, layers, hidden, ffn, heads, kv_heads, fields.get("head_dim") or hidden // heads, vocab, max_positions,
+        tied=bool(fields.get("tie_word_embeddings", False)), qkv_bias=family.qkv_bias or attention_bias, output_bias=attention_bias,
+        mlp_bias=family.optional_biases and bool(fields.get("mlp_bias")), qk_norm=family.qk_norm,
+        window=window if window < max_positions else None,
+    )  # fmt: skip
 
 
 def _is_size(value: object) -> bool:

@@ -24,7 +24,7 @@ from hybridflow.engine.packing import assign, costs, least_count
 from hybridflow.engine.parallel import init_parallel
 from hybridflow.engine.schedule import Consumer, run, scoring_consumer, training_consumer
 from hybridflow.engine.vocab_parallel import VocabShard
-from hybridflow.errors import NumericsError, PhaseError
+from hybridflow.errors import DataError, NumericsError, PhaseError
 from hybridflow.models.checkpoint import load_shards
 from hybridflow.models.scalar_head import load_scalar_model
 from hybridflow.models.shards import ShardParameter
@@ -209,6 +209,9 @@ class MegatronEngine:
         if token_budget < 1:
             raise ValueError(f"token budget must be positive, got {token_budget}")
         lengths, units = costs(batch, head.whole), units_in(batch)
+        if max(lengths, default=0) > self.weights.longest_sequence:
+            raise DataError(f"a sequence of {max(lengths)} input tokens: {self.weights.family} models with this config.json take "
+                            f"{self.weights.longest_sequence} (positions, or sliding window); shorten prompts or responses")
         count = torch.tensor(least_count(lengths, token_budget, units), device=self.device.torch_device)
         dist.all_reduce(count, op=dist.ReduceOp.MAX, group=self.parallel.groups.dp_cp)
         multiple = self.layout.pp if self.layout.vpp > 1 else 1  # the interleaved schedule takes whole rounds of stages

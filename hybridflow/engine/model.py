@@ -68,10 +68,7 @@ class PackedGPTModel(GPTModel):
         rotary = self.rotary_pos_emb
         if rotary.inv_freq.device != positions_T.device:
             rotary.inv_freq = rotary.inv_freq.to(positions_T.device)
-        positions = positions_T.float()
-        if rotary.seq_len_interpolation_factor is not None:
-            positions = positions / rotary.seq_len_interpolation_factor
-        angles = torch.outer(positions, rotary.inv_freq)
+        angles = torch.outer(positions_T.float(), rotary.inv_freq)
         return torch.cat((angles, angles), dim=-1)[:, None, None, :]
 
     def _postprocess(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
@@ -148,6 +145,8 @@ def block_spec(config: TransformerConfig, settings: MegatronSettings, chunk: int
     attention.core_attention = PackedAttention
     if settings.attention_output_bias:
         attention.linear_proj = BiasedRowParallelLinear
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
     count = get_num_layers_to_build(config, vp_stage=chunk)
     return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=RMSNorm)
 
@@ -175,6 +174,8 @@ def build_chunks(
             vp_stage=virtual,
             **arguments,
         )
+        if settings.inverse_frequencies:  # Megatron's own are exact only for unscaled embeddings
+            model.rotary_pos_emb.inv_freq = torch.tensor(settings.inverse_frequencies, dtype=torch.float32)
         chunks.append(model.to(device.torch_device))
     return chunks
 
@@ -185,14 +186,23 @@ def unwrap(chunk: torch.nn.Module) -> PackedGPTModel:
     return chunk
 
 
+# Transformer Engine's spec fuses a norm into the linear layer behind it, which then holds the norm's weight.
+FUSED_NORMS = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+    "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",
+    "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
+}
+
+
 def named_parameters(chunks: list[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
-    """Parameters of this rank by Megatron name with global layer numbers (from 0)."""
+    """Parameters of this rank by the local spec's name, whatever the spec, with global layer numbers (from 0)."""
     parameters = {}
     for chunk in map(unwrap, chunks):
         numbers = {str(i): layer.layer_number - 1 for i, layer in enumerate(chunk.decoder.layers)}
         for name, parameter in chunk.named_parameters():
             if name.startswith("decoder.layers."):
                 local, rest = name.removeprefix("decoder.layers.").split(".", 1)
-                name = f"decoder.layers.{numbers[local]}.{rest}"
+                name = f"decoder.layers.{numbers[local]}.{FUSED_NORMS.get(rest, rest)}"
             parameters[name] = parameter
     return parameters

@@ -16,28 +16,29 @@ from typing import Any
 from hybridflow.config.layout import Layout, stage_layers
 from hybridflow.errors import ModelError
 from hybridflow.models.cuts import Entry, Shape, padded_vocab
-from hybridflow.models.families import llama, qwen2
+from hybridflow.models.families import llama, mistral, qwen2, qwen3
 from hybridflow.models.families.dense import Family, embedding, final_norm, output_layer, score
-from hybridflow.models.settings import DenseShape, MegatronSettings
+from hybridflow.models.settings import MegatronSettings, facts_of
 from hybridflow.models.shards import ShardParameter
 
 __all__ = ["FAMILIES", "HEADS", "WeightMap", "padded_vocab", "weight_map"]
 
 HEADS = ("lm", "scalar")
-FAMILIES: dict[str, Family] = {family.name: family for family in (llama.FAMILY, qwen2.FAMILY)}
+FAMILIES: dict[str, Family] = {family.name: family for family in (llama.FAMILY, mistral.FAMILY, qwen2.FAMILY, qwen3.FAMILY)}
 
 
 class WeightMap:
     """The tensors of one model and where each engine keeps them.
 
     `logical`: every tensor of the Hugging Face checkpoint -> full shape (a tied lm_head is absent).
-    `settings`: what the Megatron engine is built from. `head`: "lm", or "scalar" for one number per position (critics, reward
-    models), which takes the place of the language-model head and is tied to nothing.
+    `settings`: what the Megatron engine is built from. `longest_sequence`: in tokens, see ModelFacts. `head`: "lm", or "scalar" for
+    one number per position (critics, reward models), which takes the place of the language-model head and is tied to nothing.
     """
 
     def __init__(self, family: Family, hf_config: Any, head: str = "lm") -> None:
-        shape = DenseShape.read(hf_config)
+        shape = facts_of(hf_config)
         self.family = family.name
+        self.longest_sequence = shape.longest_sequence
         self.head = head
         self.tied = shape.tied and head == "lm"
         self.vocab = shape.vocab

@@ -12,12 +12,12 @@ REQUIRED = ["actor.model.path=/model", "data.train_files=a.jsonl", "reward.funct
 SMOLLM2 = ModelFacts("/smollm2", "llama", layers=30, hidden=576, ffn=1536, heads=9, kv_heads=3, head_dim=64, vocab=49152,
                      max_positions=8192, tied=True)
 QWEN = ModelFacts("/qwen", "qwen2", layers=24, hidden=896, ffn=4864, heads=14, kv_heads=2, head_dim=64, vocab=151936,
-                  max_positions=32768, tied=True)
+                  max_positions=32768, tied=True, qkv_bias=True)
 WIDE = ModelFacts("/wide", "llama", layers=32, hidden=4096, ffn=14336, heads=32, kv_heads=8, head_dim=128, vocab=128256,
                   max_positions=131072, tied=False)
 SMOLLM2_JSON = {
     "model_type": "llama", "num_hidden_layers": 30, "hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9,
-    "num_key_value_heads": 3, "vocab_size": 49152, "max_position_embeddings": 8192, "tie_word_embeddings": True,
+    "num_key_value_heads": 3, "vocab_size": 49152, "max_position_embeddings": 8192, "tie_word_embeddings": True, "rope_theta": 100000,
 }
 
 

@@ -22,13 +22,18 @@ def weights_of(facts: ModelFacts) -> Any:
     return weight_map(AutoConfig.for_model(
         facts.family, num_hidden_layers=facts.layers, hidden_size=facts.hidden, intermediate_size=facts.ffn,
         num_attention_heads=facts.heads, num_key_value_heads=facts.kv_heads, vocab_size=facts.vocab, tie_word_embeddings=facts.tied,
-        head_dim=facts.head_dim, rope_parameters={"rope_theta": 1e4, "rope_type": "default"}))
+        head_dim=facts.head_dim, attention_bias=facts.output_bias, mlp_bias=facts.mlp_bias,
+        rope_parameters={"rope_theta": 1e4, "rope_type": "default"}))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize(("family", "flags"), [
+    ("llama", {}), ("llama", {"qkv_bias": True, "output_bias": True}), ("llama", {"qkv_bias": True, "output_bias": True, "mlp_bias": True}),
+    ("mistral", {}), ("qwen2", {"qkv_bias": True}), ("qwen3", {"qk_norm": True}),
+])  # fmt: skip
 @pytest.mark.parametrize("tied", [True, False])
-def test_parameters_per_rank_are_those_of_the_weight_map(family: str, tied: bool) -> None:
-    facts = ModelFacts("m", family, layers=4, hidden=32, ffn=64, heads=8, kv_heads=4, head_dim=4, vocab=101, max_positions=64, tied=tied)
+def test_parameters_per_rank_are_those_of_the_weight_map(family: str, flags: dict[str, bool], tied: bool) -> None:
+    facts = ModelFacts("m", family, layers=4, hidden=32, ffn=64, heads=8, kv_heads=4, head_dim=4, vocab=101, max_positions=64, tied=tied,
+                       **flags)
     table = weights_of(facts)
 
     def size(parameters: dict[str, Any]) -> int:

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from hybridflow.config.model_facts import FAMILIES, read_model_facts
+from hybridflow.config.batch_rules import length_problems
+from hybridflow.config.model_facts import FAMILIES, model_facts, read_model_facts
 from hybridflow.errors import ConfigError, ModelError
-from tests.config.support import SMOLLM2, write_model
+from tests.config.support import SMOLLM2, SMOLLM2_JSON, config_of, write_model
 
 
 def test_facts_of_smollm2(tmp_path: Path) -> None:
@@ -25,7 +26,44 @@ def test_fields_that_may_be_absent_have_hugging_faces_defaults(tmp_path: Path) -
     assert read_model_facts(str(write_model(tmp_path / "n", head_dim=128))).head_dim == 128
 
 
-@pytest.mark.parametrize("family, tied, heads, kv_heads", [("llama", True, 4, 2), ("llama", False, 4, 4), ("qwen2", True, 4, 1)])
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_absent_fields_are_what_transformers_makes_of_them(tmp_path: Path, family: str) -> None:
+    from transformers import AutoConfig
+
+    all_heads = {"num_key_value_heads": 32 if family == "mistral" else None}  # Mistral's class takes no null there
+    for absent in (set(), {"num_key_value_heads", "tie_word_embeddings"}, {"num_key_value_heads"}):
+        raw = SMOLLM2_JSON | {"model_type": family, "num_attention_heads": 32, "hidden_size": 1024, "num_key_value_heads": 4}
+        raw = {key: value for key, value in raw.items() if key not in absent}
+        for known in ({}, all_heads, {"sliding_window": None}, {"sliding_window": 512}, {"head_dim": 16}):
+            facts = model_facts(raw | known, "m", "config.json")
+            loaded = AutoConfig.for_model(**raw | known)
+            assert facts == model_facts(loaded.to_dict(), "m", "config.json"), (absent, known)
+            assert facts.head_dim == getattr(loaded, "head_dim", 32) and facts.kv_heads == loaded.num_key_value_heads
+
+
+def test_a_sliding_window_limits_the_sequence(tmp_path: Path) -> None:
+    facts = read_model_facts(str(write_model(tmp_path / "m", model_type="mistral", sliding_window=1000)))
+    assert facts.window == 1000 and facts.longest_sequence == 1000
+    unlimited = read_model_facts(str(write_model(tmp_path / "n", model_type="mistral", sliding_window=None)))
+    assert unlimited.window is None and unlimited.longest_sequence == 8192
+    config = config_of(data__max_prompt_length=600, rollout__max_response_length=500)
+    assert any("1100: longer than the 1000 tokens of the sliding window of" in p for p in length_problems(config, facts, True, False))
+    assert not any("window" in p for p in length_problems(config, unlimited, True, False))
+
+
+@pytest.mark.parametrize("changes, expected", [
+    ({"rope_theta": None}, "gives no rope_theta"),
+    ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic' is not supported; supported: default, linear, llama3"),
+    ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, "'llama3' without low_freq_factor, high_freq_factor, original_max"),
+])  # fmt: skip
+def test_rotary_embeddings_are_never_guessed(tmp_path: Path, changes: dict[str, object], expected: str) -> None:
+    with pytest.raises(ModelError, match=expected):
+        read_model_facts(str(write_model(tmp_path / "m", **changes)))
+
+
+@pytest.mark.parametrize("family, tied, heads, kv_heads", [
+    ("llama", True, 4, 2), ("llama", False, 4, 4), ("mistral", False, 4, 2), ("qwen2", True, 4, 1), ("qwen3", True, 4, 2),
+])  # fmt: skip
 def test_the_number_of_parameters_is_the_models(tmp_path: Path, family: str, tied: bool, heads: int, kv_heads: int) -> None:
     from safetensors import safe_open
 
@@ -38,7 +76,7 @@ def test_the_number_of_parameters_is_the_models(tmp_path: Path, family: str, tie
 
 
 @pytest.mark.parametrize("changes, expected", [
-    ({"model_type": "gpt2"}, ["model_type='gpt2'", "llama, qwen2"]),
+    ({"model_type": "gpt2"}, ["model_type='gpt2'", "llama, mistral, qwen2, qwen3"]),
     ({"model_type": None}, ["model_type=None"]),
     ({"hidden_size": None, "vocab_size": "many"}, ["hidden_size=None", "vocab_size='many'"]),
     ({"num_hidden_layers": 0}, ["num_hidden_layers=0"]),

@@ -13,7 +13,7 @@ from hybridflow.config.schema import OptimizerConfig
 from hybridflow.data.batch import Batch, Ragged
 from hybridflow.engine.device import Device
 from hybridflow.engine.megatron import MegatronEngine
-from hybridflow.errors import ConfigError, ModelError, PhaseError
+from hybridflow.errors import ConfigError, DataError, ModelError, PhaseError
 from tests.engine.reference import load_model, reference_log_probs, reference_update
 from tests.engine.tiny import OPTIMIZER, VOCAB, clipped_ratio, make_batch, make_checkpoint
 
@@ -57,28 +57,35 @@ def test_update_equals_the_reference(cpu_rank: Device, checkpoints: dict[str, st
     assert (engine.parameters()["output_layer.weight"][:VOCAB].double() - model.lm_head.weight).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"attention_bias": True},
-        {"attention_bias": True, "mlp_bias": True},
-        {"head_dim": 24},
-        {"rope_parameters": {"rope_type": "linear", "rope_theta": 5e4, "factor": 4.0}},
-        {
-            "rope_parameters": {
-                "rope_type": "llama3",
-                "rope_theta": 500000.0,
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 8192,
-            }
-        },
-    ],
-    ids=["attention_bias", "all_biases", "wide_heads", "linear_rope", "llama3_rope"],
-)
-def test_llama_variants(cpu_rank: Device, tmp_path: Path, changes: dict) -> None:
-    path = make_checkpoint(tmp_path, "llama", layers=2, **changes)
+def rope(kind: str, **numbers: float) -> dict:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 5e4, **numbers}}
+
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+VARIANTS = {
+    "attention_bias": ("llama", {"attention_bias": True}),
+    "all_biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "wide_heads": ("llama", {"head_dim": 24}),
+    "linear_rope": ("llama", rope("linear", factor=4.0)),
+    "llama3_rope": ("llama", rope("llama3", **LLAMA3)),
+    "llama3_rope_other_factors": (
+        "llama",
+        rope("llama3", factor=4.0, low_freq_factor=2.0, high_freq_factor=6.5, original_max_position_embeddings=32),
+    ),
+    "yarn_rope": ("qwen2", rope("yarn", factor=4.0, original_max_position_embeddings=32)),
+    "yarn_rope_every_number": (
+        "qwen3",
+        rope("yarn", factor=4.0, original_max_position_embeddings=32, beta_fast=16, beta_slow=2, attention_factor=0.8, truncate=False),
+    ),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "qwen3": ("qwen3", {}),
+}
+
+
+@pytest.mark.parametrize("variant", list(VARIANTS))
+def test_dense_variants(cpu_rank: Device, tmp_path: Path, variant: str) -> None:
+    family, changes = VARIANTS[variant]
+    path = make_checkpoint(tmp_path, family, layers=2, **changes)
     batch, model = make_batch(5, 27, longest=100), load_model(path)
     engine = build(path, cpu_rank)
     with torch.no_grad():
@@ -87,6 +94,24 @@ def test_llama_variants(cpu_rank: Device, tmp_path: Path, changes: dict) -> None
     torch.testing.assert_close(scored.values.double(), log_prob, rtol=2e-6, atol=1e-5)
     for reference in reference_update(model, batch, clipped_ratio, OPTIMIZER, temperature=0.8, entropy=True, steps=2).metrics:
         assert engine.update(batch, clipped_ratio, **CALL)["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-5)
+
+
+def test_a_sliding_window_is_exact_up_to_its_length_and_refused_beyond(cpu_rank: Device, tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "mistral", layers=2, sliding_window=20)
+    engine = build(path, cpu_rank, optimizer=None)
+
+    def batch_of(total: int) -> Batch:
+        prompt, response = torch.randint(VOCAB, (total,)).split([5, total - 5])
+        columns = {"prompt_ids": prompt, "response_ids": response}
+        return Batch({name: Ragged.from_rows([row.tolist()], torch.int64) for name, row in columns.items()})
+
+    longest, longer = batch_of(21), batch_of(22)  # the last token is predicted, never read
+    with torch.no_grad():
+        expected, _ = reference_log_probs(load_model(path), longest, 1.0)
+    scored = engine.log_probs(longest, temperature=1.0, token_budget=100, entropy=False)["log_prob"]
+    torch.testing.assert_close(scored.values.double(), expected, rtol=2e-6, atol=1e-5)
+    with pytest.raises(DataError, match="21 input tokens: mistral models with this config.json take 20"):
+        engine.log_probs(longer, temperature=1.0, token_budget=100, entropy=False)
 
 
 def test_one_token_rows(cpu_rank: Device, checkpoints: dict[str, str]) -> None:

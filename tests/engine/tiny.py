@@ -14,7 +14,9 @@ from hybridflow.engine.loss_types import LossOutput, TokenBatch
 VOCAB = 101
 FAMILIES = {
     "llama": {"tie_word_embeddings": True},
+    "mistral": {"tie_word_embeddings": False, "head_dim": 12, "sliding_window": 64},
     "qwen2": {"tie_word_embeddings": False},
+    "qwen3": {"tie_word_embeddings": True, "head_dim": 16},
 }
 OPTIMIZER = OptimizerConfig(lr=1e-2, weight_decay=0.1, eps=1e-3, clip_grad=0.5)
 

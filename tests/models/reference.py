@@ -33,6 +33,9 @@ def megatron_layer(state: Tensors, n: int, groups: int, tp: int, rank: int) -> T
         out + "mlp.linear_fc2.weight": state[hf + "mlp.down_proj.weight"].chunk(tp, 1)[rank],
         out + "mlp.linear_fc1.weight": torch.cat([state[hf + f"mlp.{x}_proj.weight"].chunk(tp)[rank] for x in ("gate", "up")]),
     }
+    for x in "qk":
+        if hf + f"self_attn.{x}_norm.weight" in state:
+            result[out + f"self_attention.{x}_layernorm.weight"] = state[hf + f"self_attn.{x}_norm.weight"]
     for kind in ("weight", "bias"):
         if hf + f"self_attn.q_proj.{kind}" in state:
             qkv = [state[hf + f"self_attn.{x}_proj.{kind}"] for x in "qkv"]
@@ -65,8 +68,8 @@ def vllm(state: Tensors, config: Any, tp: int, rank: int) -> Tensors:
     repeat, kv = max(1, tp // config.num_key_value_heads), config.num_key_value_heads
     for n in range(config.num_hidden_layers):
         p = f"model.layers.{n}."
-        for name in ("input_layernorm.weight", "post_attention_layernorm.weight"):
-            result[p + name] = state[p + name]
+        norms = ("input_layernorm.weight", "post_attention_layernorm.weight", "self_attn.q_norm.weight", "self_attn.k_norm.weight")
+        result |= {p + name: state[p + name] for name in norms if p + name in state}
         result[p + "self_attn.o_proj.weight"] = state[p + "self_attn.o_proj.weight"].chunk(tp, 1)[rank]
         result[p + "mlp.down_proj.weight"] = state[p + "mlp.down_proj.weight"].chunk(tp, 1)[rank]
         result[p + "mlp.gate_up_proj.weight"] = torch.cat([state[p + f"mlp.{x}_proj.weight"].chunk(tp)[rank] for x in ("gate", "up")])

@@ -21,7 +21,7 @@ from hybridflow.models.weight_map import weight_map
 from tests.models import reference
 from tests.tiny import make_tiny_model
 
-FAMILIES = [("llama", True), ("llama", False), ("qwen2", True), ("qwen2", False)]
+FAMILIES = [("llama", True), ("llama", False), ("mistral", False), ("qwen2", True), ("qwen2", False), ("qwen3", False)]
 LAYOUTS = [Layout(1), Layout(2, tp=2), Layout(4, tp=2, pp=2), Layout(4, pp=4), Layout(4, tp=1, pp=2, vpp=2), Layout(8, tp=4, pp=2)]
 
 
@@ -29,7 +29,8 @@ LAYOUTS = [Layout(1), Layout(2, tp=2), Layout(4, tp=2, pp=2), Layout(4, pp=4), L
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     family, tied = request.param
     seed = int(torch.randint(1 << 30, ()))
-    yield make_tiny_model(tmp_path_factory.mktemp("model"), family, heads=8, kv_heads=4, hidden=48, tied=tied, seed=seed)
+    changes = {"head_dim": 10} if family in ("mistral", "qwen3") else {}  # not hidden / heads
+    yield make_tiny_model(tmp_path_factory.mktemp("model"), family, heads=8, kv_heads=4, hidden=48, tied=tied, seed=seed, **changes)
 
 
 @pytest.fixture

@@ -8,13 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, Qwen2Config
+from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from hybridflow.errors import ModelError
-from hybridflow.models.settings import read_hf_config, rope_arguments
+from hybridflow.models.settings import read_hf_config
 from hybridflow.models.weight_map import weight_map
-
-LLAMA31 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 def config(family: type = LlamaConfig, **changes: Any) -> Any:
@@ -34,6 +32,7 @@ def test_settings_carry_every_number() -> None:
     assert (gpt["vocab_size"], gpt["max_sequence_length"], gpt["rotary_base"]) == (101, 16384, 5e5)
     assert gpt["share_embeddings_and_output_weights"] is True and settings.activation == "silu"
     assert weight_map(config(Qwen2Config)).settings.transformer["add_qkv_bias"] is True
+    assert weight_map(config(Qwen3Config)).settings.transformer["qk_layernorm"] is True
 
 
 def test_llama_biases_follow_the_configuration() -> None:
@@ -47,24 +46,6 @@ def test_llama_biases_follow_the_configuration() -> None:
     assert both.logical["model.layers.1.mlp.up_proj.bias"] == (64,)
     with pytest.raises(ModelError, match="mlp_bias true with attention_bias false"):
         weight_map(config(mlp_bias=True))
-
-
-def test_rope_is_read_from_both_places_and_scaling_passed_on() -> None:
-    assert rope_arguments(SimpleNamespace(rope_theta=7e4))["rotary_base"] == 7e4
-    assert rope_arguments(SimpleNamespace(rope_parameters={"rope_theta": 6e4}))["rotary_base"] == 6e4
-    scaled = weight_map(config(rope_parameters={**LLAMA31, "rope_theta": 5e5})).settings.gpt
-    assert scaled["rope_scaling"] is True and scaled["rope_scaling_factor"] == 8.0
-    old = rope_arguments(SimpleNamespace(rope_theta=1e4, rope_scaling={"type": "linear", "factor": 2.0}))
-    assert old["seq_len_interpolation_factor"] == 2.0
-
-
-def test_rope_is_never_guessed() -> None:
-    with pytest.raises(ModelError, match="no rope_theta"):
-        rope_arguments(SimpleNamespace(rope_parameters={"rope_type": "default"}))
-    with pytest.raises(ModelError, match="low_freq_factor.*2.0"):
-        rope_arguments(SimpleNamespace(rope_theta=1e4, rope_scaling={**LLAMA31, "low_freq_factor": 2.0}))
-    with pytest.raises(ModelError, match="rope_type 'yarn' is not supported; supported: default, linear, llama3"):
-        rope_arguments(SimpleNamespace(rope_theta=1e4, rope_scaling={"rope_type": "yarn", "factor": 2.0}))
 
 
 def test_config_file_without_rope_theta_is_refused(tmp_path: Path) -> None:
@@ -90,8 +71,10 @@ def test_unreadable_config_names_the_file(tmp_path: Path) -> None:
     ("family", "changes", "message"),
     [
         (LlamaConfig, {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        (LlamaConfig, {"num_key_value_heads": 3}, "num_attention_heads 4 is no multiple of num_key_value_heads 3"),
-        (Qwen2Config, {"use_sliding_window": True}, "use_sliding_window"),
+        (LlamaConfig, {"num_key_value_heads": 3}, "num_key_value_heads=3 must divide num_attention_heads=4"),
+        (Qwen2Config, {"use_sliding_window": True}, "use_sliding_window true.*sequences of up to 4096 tokens"),
+        (Qwen3Config, {"use_sliding_window": True}, "use_sliding_window"),
+        (Qwen3Config, {"attention_bias": True}, "attention_bias true is not supported for qwen3"),
         (Qwen2Config, {"head_dim": 10}, "head_dim 10 x 4 heads is not hidden_size 48"),
     ],
 )
@@ -101,5 +84,6 @@ def test_what_the_engines_cannot_run_is_refused(family: type, changes: dict[str,
 
 
 def test_absent_fields_are_named() -> None:
-    with pytest.raises(ModelError, match="lacks hidden_size, vocab_size"):
-        weight_map(SimpleNamespace(model_type="llama", num_hidden_layers=1, intermediate_size=4, num_attention_heads=1))
+    fields = config().to_dict() | {"hidden_size": None, "vocab_size": None}
+    with pytest.raises(ModelError, match="positive integers: hidden_size=None, vocab_size=None"):
+        weight_map(SimpleNamespace(model_type="llama", name_or_path="m", to_dict=lambda: fields))

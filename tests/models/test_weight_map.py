@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig, MistralConfig, Qwen2Config
+from transformers import GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from hybridflow.config.layout import Layout
 from hybridflow.errors import ModelError
@@ -25,12 +25,14 @@ def configs(draw: st.DrawFn, tp: int, layers: int) -> Any:
     """A configuration whose heads and feed-forward divide by `tp` in Megatron."""
     kv_heads = tp * draw(st.integers(1, 3))
     heads = kv_heads * draw(st.integers(1, 3))
-    family = draw(st.sampled_from([LlamaConfig, Qwen2Config]))
+    family = draw(st.sampled_from([LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config]))
     extra: dict[str, Any] = {}
     head_dim = draw(st.sampled_from([2, 4, 6]))
     hidden = heads * head_dim
+    if family is not Qwen2Config:
+        extra["head_dim"] = draw(st.sampled_from([2, 4, 10]))
     if family is LlamaConfig:
-        extra = {"head_dim": draw(st.sampled_from([2, 4, 10])), "attention_bias": draw(st.booleans())}
+        extra["attention_bias"] = draw(st.booleans())
         extra["mlp_bias"] = extra["attention_bias"] and draw(st.booleans())
     return family(
         hidden_size=hidden, num_attention_heads=heads, num_key_value_heads=kv_heads, intermediate_size=tp * draw(st.integers(1, 9)),
@@ -160,8 +162,8 @@ def test_vocabulary_that_vllm_cannot_cut_is_refused() -> None:
 
 
 def test_unsupported_family_lists_the_supported() -> None:
-    with pytest.raises(ModelError, match="model_type 'mistral' is not supported; supported families: llama, qwen2"):
-        weight_map(MistralConfig())
+    with pytest.raises(ModelError, match="model_type 'gpt2' is not supported; supported families: llama, mistral, qwen2, qwen3"):
+        weight_map(GPT2Config())
 
 
 def test_stage_shards_are_equal_on_every_data_parallel_replica() -> None:

@@ -5,24 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from hybridflow.errors import ModelError
-from hybridflow.models.cuts import Entry
-from hybridflow.models.families.dense import Family, attention, gated_mlp, pre_norms
-from hybridflow.models.settings import DenseShape, MegatronSettings, dense_settings
+from hybridflow.models.families.dense import Family, decoder_layer, refuse_partial_window
+from hybridflow.models.settings import MegatronSettings, dense_settings, facts_of
 
 
 def settings(hf_config: Any) -> MegatronSettings:
-    shape = DenseShape.read(hf_config)
-    if shape.head_dim * shape.heads != shape.hidden:
-        given = f"head_dim {shape.head_dim} x {shape.heads} heads"
-        raise ModelError(f"{given} is not hidden_size {shape.hidden}; vLLM ignores head_dim for qwen2, so remove it from config.json")
-    if getattr(hf_config, "use_sliding_window", False):
-        raise ModelError("use_sliding_window true is not supported; set it to false in config.json (the released Qwen2 models do)")
-    return dense_settings(hf_config, qkv_bias=True)
+    facts = facts_of(hf_config)
+    if facts.head_dim * facts.heads != facts.hidden:
+        given = f"head_dim {facts.head_dim} x {facts.heads} heads"
+        raise ModelError(f"{given} is not hidden_size {facts.hidden}; vLLM ignores head_dim for qwen2, so remove it from config.json")
+    refuse_partial_window(hf_config)
+    return dense_settings(hf_config)
 
 
-def layer(hf_config: Any, n: int) -> list[Entry]:
-    shape = DenseShape.read(hf_config)
-    return [*pre_norms(n, shape), *attention(n, shape, qkv_bias=True), *gated_mlp(n, shape)]
-
-
-FAMILY = Family("qwen2", settings, layer)
+FAMILY = Family("qwen2", settings, decoder_layer)
