@@ -42,7 +42,7 @@ def render(loaded: LoadedConfig, report: Report) -> str:
     if report.plan is not None:
         lines.append(report.plan.text())
         if report.facts is not None and not report.problems:
-            lines.append(memory.render(memory.phases(loaded.config, report.world, report.facts)))
+            lines.append(memory.render(memory.phases(loaded.config, report.world, report.facts, report.others)))
     lines += [f"warning: {warning}" for warning in report.warnings]
     lines += [f"✗ {problem}" for problem in report.problems]
     count = len(report.problems)

@@ -18,7 +18,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,8 +62,12 @@ class Cluster:
     def pool(self) -> ResourcePool:
         """All ranks of the cluster (reserved at the first use)."""
         if self._pool is None:
-            self._pool = ResourcePool(self.ranks_per_node, self.device, timeout_seconds=self.config.start_timeout_seconds)
+            self._pool = self.reserve(self.ranks_per_node)
         return self._pool
+
+    def reserve(self, ranks_per_node: Sequence[int], groups: int = 1) -> ResourcePool:
+        """A pool on some of the ranks, for as many worker groups (see ResourcePool)."""
+        return ResourcePool(ranks_per_node, self.device, groups=groups, timeout_seconds=self.config.start_timeout_seconds)
 
     def worker_group(self, roles: Roles, *, layout: Layout, generation: GenerationLayout | None = None, pool: ResourcePool | None = None,
                      **options: Any) -> WorkerGroup:

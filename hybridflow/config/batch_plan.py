@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from hybridflow.config.batch_rules import longest_sequence, rows_per_step
 from hybridflow.config.layout import GenerationLayout, Layout
+from hybridflow.config.placement import ACTOR, Placement, placement
+from hybridflow.config.roles import ModelRole, generates, model_roles
 from hybridflow.config.schema import Config
-from hybridflow.config.validate import generates, uses_reference
 
 Mesh = list[list[int]]
 _MESH_ROWS = 16  # a larger mesh is abbreviated in text
@@ -36,20 +37,36 @@ class RolloutPlan:
 
 
 @dataclass(frozen=True)
+class RolePlan:
+    """A role beside the actor: its passes over a rollout, and those of one optimizer step if it is trained."""
+
+    name: str
+    layout: Layout
+    place: str  # processes and ranks, for people
+    rows_per_dp_rank: int
+    evaluate: Passes
+    update_rows_per_dp_rank: int
+    update: Passes | None
+
+
+@dataclass(frozen=True)
 class BatchPlan:
-    """One step. Rows are sequences (prompt with response); a data-parallel rank is one model copy of tp x pp ranks."""
+    """One step. Rows are sequences (prompt with response); a data-parallel rank is one model copy of tp x pp ranks.
+
+    layout, log_prob and update are the actor's.
+    """
 
     layout: Layout
     prompts: int
     n: int  # responses per prompt; 1 where they are given
     rows_per_dp_rank: int
     log_prob: Passes | None  # of the actor on a rollout
-    reference_log_prob: Passes | None
     mini_batch_rows: int
     optimizer_steps: int  # per step of the trainer
     mini_batch_rows_per_dp_rank: int
     update: Passes | None  # of one optimizer step; None where the data files set the length of responses
     rollout: RolloutPlan | None
+    others: tuple[RolePlan, ...] = ()  # the roles with a model beside the actor
 
     @property
     def rows(self) -> int:
@@ -76,12 +93,12 @@ def passes(rows: int, longest: int, budget: int) -> Passes:
     return Passes(min(per_pass, rows), -(-rows // per_pass))
 
 
-def batch_plan(config: Config, world_size: int, generation: GenerationLayout | None = None) -> BatchPlan:
+def batch_plan(config: Config, world: int, generation: GenerationLayout | None = None) -> BatchPlan:
     """The plan of a configuration for which can_plan() holds. `generation`: the replicas; None without rollouts."""
-    parallel = config.actor.parallel
-    layout = Layout(world_size, tp=parallel.tp, pp=parallel.pp)
+    placed = placement(model_roles(config), world)
+    layout = placed.group_of(ACTOR).layout
     generating = generates(config)
-    rows, longest = rows_per_step(config, generating), longest_sequence(config, generating)
+    rows, longest = rows_per_step(config), longest_sequence(config)
     per_rank = rows // layout.dp
     mini = config.algorithm.mini_batch_size or rows
     return BatchPlan(
@@ -90,14 +107,24 @@ def batch_plan(config: Config, world_size: int, generation: GenerationLayout | N
         n=rows // config.data.train_batch_size,
         rows_per_dp_rank=per_rank,
         log_prob=passes(per_rank, longest, config.actor.log_prob_max_tokens_per_micro_batch) if generating else None,
-        reference_log_prob=passes(per_rank, longest, config.reference.log_prob_max_tokens_per_micro_batch)
-        if uses_reference(config) else None,
         mini_batch_rows=mini,
         optimizer_steps=config.algorithm.update_epochs * (rows // mini),
         mini_batch_rows_per_dp_rank=mini // layout.dp,
         update=passes(mini // layout.dp, longest, config.actor.max_tokens_per_micro_batch) if generating else None,
         rollout=_rollout_plan(config, generation) if generation is not None else None,
+        others=tuple(_role_plan(role, placed, rows, mini, longest) for role in model_roles(config)[1:]),
     )
+
+
+def _role_plan(role: ModelRole, placed: Placement, rows: int, mini: int, longest: int) -> RolePlan:
+    group = placed.group_of(role.name)
+    layout, dp = group.layout, group.layout.dp
+    if group.pool == ACTOR:
+        place = "in the actor's processes" if ACTOR in group.roles else "own processes on the actor's ranks"
+    else:
+        place = f"{placed.pools[group.pool]} ranks of its own"
+    update = passes(mini // dp, longest, role.settings.max_tokens_per_micro_batch) if role.trained else None
+    return RolePlan(role.name, layout, place, rows // dp, passes(rows // dp, longest, role.evaluation_budget), mini // dp, update)
 
 
 def _rollout_plan(config: Config, generation: GenerationLayout) -> RolloutPlan:
@@ -121,11 +148,16 @@ def render(plan: BatchPlan) -> str:
         ]
     lines.append(("training", f"tp {layout.tp} x pp {layout.pp} x dp {layout.dp}: {plan.rows_per_dp_rank} sequences per dp rank"))
     lines.append(("training mesh", f"(pp, dp, tp) [{', '.join(_mesh_text(stage) for stage in plan.mesh)}]"))
-    for name, work in (("log-probs", plan.log_prob), ("reference", plan.reference_log_prob)):
-        if work is not None:
-            lines.append((name, _passes_text(plan.rows_per_dp_rank, work)))
+    if plan.log_prob is not None:
+        lines.append(("log-probs", _passes_text(plan.rows_per_dp_rank, plan.log_prob)))
     steps = f"{plan.optimizer_steps} optimizer step{'s' if plan.optimizer_steps > 1 else ''} of {plan.mini_batch_rows} sequences"
     lines.append(("update", f"{steps}; each: {_passes_text(plan.mini_batch_rows_per_dp_rank, plan.update)}"))
+    for role in plan.others:
+        layout = role.layout
+        lines.append((role.name, f"tp {layout.tp} x pp {layout.pp} x dp {layout.dp}, {role.place}"))
+        lines.append(("", _passes_text(role.rows_per_dp_rank, role.evaluate)))
+        if role.update is not None:
+            lines.append(("", f"{steps}; each: {_passes_text(role.update_rows_per_dp_rank, role.update)}"))
     return "\n".join(f"  {name:<14} {text}" for name, text in lines)
 
 

@@ -3,43 +3,49 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from hybridflow.config.model_facts import ModelFacts
+from hybridflow.config.placement import actor_ranks, layout_of, ranks_of
 from hybridflow.config.ranges import divisors, multiples_near, nearest_values
+from hybridflow.config.roles import generates, model_roles
 from hybridflow.config.schema import Config
 
 GIB = 1 << 30
 BYTES = {"bfloat16": 2, "float32": 4}
 
 
-def rows_per_step(config: Config, generates: bool) -> int:
+def rows_per_step(config: Config) -> int:
     """Rows one step trains on: prompts x responses, or the prompts with their given response."""
-    return config.data.train_batch_size * (config.rollout.n if generates else 1)
+    return config.data.train_batch_size * (config.rollout.n if generates(config) else 1)
 
 
-def longest_sequence(config: Config, generates: bool) -> int:
+def longest_sequence(config: Config) -> int:
     """Tokens of the longest prompt with its response. Responses of a data file have no limit of their own: only the prompt counts."""
-    return config.data.max_prompt_length + (config.rollout.max_response_length if generates else 0)
+    return config.data.max_prompt_length + (config.rollout.max_response_length if generates(config) else 0)
 
 
-def batch_problems(config: Config, world: int, generates: bool) -> list[str]:
+def batch_problems(config: Config, world: int) -> list[str]:
     """train_batch_size and mini_batch_size against data-parallel ranks and replicas. The layouts themselves must be valid."""
-    parallel = config.actor.parallel
-    dp = world // (parallel.tp * parallel.pp)
-    replicas = world // config.rollout.tp if generates else 1
-    prompts, rows = config.data.train_batch_size, rows_per_step(config, generates)
+    roles = model_roles(config)
+    dp_of = {role: layout_of(role.settings.parallel, ranks_of(role, roles, world)).dp for role in roles}
+    ranks = actor_ranks(roles, world)
+    replicas = ranks // config.rollout.tp if generates(config) else 1
+    prompts, rows = config.data.train_batch_size, rows_per_step(config)
     n = rows // prompts
-    step = math.lcm(replicas, dp // math.gcd(dp, n))
+    step = math.lcm(replicas, *(dp // math.gcd(dp, n) for dp in dp_of.values()))
     near = multiples_near(prompts, step)
     problems = []
     if prompts % replicas:
         problems.append(f"data.train_batch_size={prompts}: must divide over {replicas} rollout replicas "
-                        f"({world} ranks / rollout.tp={config.rollout.tp}); nearest that works: {near}.")
-    if rows % dp:
-        what = f"x rollout.n={n} = {rows} responses" if generates else "rows"
-        problems.append(f"data.train_batch_size={prompts} {what}: must divide over {dp} data-parallel ranks "
-                        f"({world} ranks / tp={parallel.tp} pp={parallel.pp}); nearest that works: {near}.")
-    return problems + _mini_batch_problems(config.algorithm.mini_batch_size, rows, dp)
+                        f"({ranks} ranks / rollout.tp={config.rollout.tp}); nearest that works: {near}.")
+    for role, dp in dp_of.items():
+        if rows % dp:
+            parallel, what = role.settings.parallel, f"x rollout.n={n} = {rows} responses" if generates(config) else "rows"
+            problems.append(f"data.train_batch_size={prompts} {what}: must divide over {dp} data-parallel ranks of the {role.name} "
+                            f"({ranks_of(role, roles, world)} ranks / tp={parallel.tp} pp={parallel.pp}); nearest that works: {near}.")
+    trained = [dp for role, dp in dp_of.items() if role.trained]
+    return problems + _mini_batch_problems(config.algorithm.mini_batch_size, rows, math.lcm(*trained))
 
 
 def _mini_batch_problems(size: int | None, rows: int, dp: int) -> list[str]:
@@ -55,26 +61,31 @@ def _mini_batch_problems(size: int | None, rows: int, dp: int) -> list[str]:
     return [f"algorithm.mini_batch_size={size}: {' and '.join(wrong)}; {near}."] if wrong else []
 
 
-def length_problems(config: Config, facts: ModelFacts | None, generates: bool, reference: bool) -> list[str]:
-    """The longest sequence against the model's positions and the token budgets."""
-    longest = longest_sequence(config, generates)
+def length_problems(config: Config, facts: ModelFacts | None, others: Mapping[str, ModelFacts]) -> list[str]:
+    """The longest sequence against the positions of every model and the token budgets."""
+    longest = longest_sequence(config)
     parts = f"data.max_prompt_length={config.data.max_prompt_length}"
-    if generates:
+    if generates(config):
         parts += f" + rollout.max_response_length={config.rollout.max_response_length} = {longest}"
     problems = []
-    if facts is not None and longest > facts.longest_sequence:
-        limit = "tokens of the sliding window" if facts.window else "positions"
-        problems.append(f"{parts}: longer than the {facts.longest_sequence} {limit} of {facts.path}; nearest that works: "
-                        f"a sum of {facts.longest_sequence}.")
-    budgets = {
-        "actor.max_tokens_per_micro_batch": config.actor.max_tokens_per_micro_batch,
-        "actor.log_prob_max_tokens_per_micro_batch": config.actor.log_prob_max_tokens_per_micro_batch if generates else longest,
-        "reference.log_prob_max_tokens_per_micro_batch": config.reference.log_prob_max_tokens_per_micro_batch if reference else longest,
-    }
-    for key, budget in budgets.items():
+    for model in [facts, *others.values()]:
+        if model is not None and longest > model.longest_sequence:
+            limit = "tokens of the sliding window" if model.window else "positions"
+            problems.append(f"{parts}: longer than the {model.longest_sequence} {limit} of {model.path}; nearest that works: "
+                            f"a sum of {model.longest_sequence}.")
+    for key, budget in _token_budgets(config).items():
         if budget < longest:
             problems.append(f"{key}={budget}: below the longest sequence, {parts}; nearest that works: {longest}.")
     return problems
+
+
+def _token_budgets(config: Config) -> dict[str, int]:
+    """The micro-batch budgets in use, by key."""
+    found = {f"{role.section}.{name}": value for role in model_roles(config) for name, value in vars(role.settings).items()
+             if name.endswith("max_tokens_per_micro_batch")}
+    if not generates(config):
+        del found["actor.log_prob_max_tokens_per_micro_batch"]
+    return found
 
 
 def engine_problems(config: Config, facts: ModelFacts | None) -> list[str]:
@@ -86,7 +97,7 @@ def engine_problems(config: Config, facts: ModelFacts | None) -> list[str]:
                         f"{rollout.max_num_seqs} (a step decodes one token of each); nearest that works: {rollout.max_num_seqs}.")
     if facts is None:
         return problems
-    longest = longest_sequence(config, generates=True)
+    longest = longest_sequence(config)
     needed = longest * kv_bytes_per_token(config, facts) / GIB
     if rollout.kv_cache_gib < needed:
         problems.append(f"rollout.kv_cache_gib={rollout.kv_cache_gib:g}: holds no sequence of {longest} tokens; "

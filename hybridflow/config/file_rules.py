@@ -8,16 +8,17 @@ from pathlib import Path
 from omegaconf import MISSING
 
 from hybridflow.config import keys
+from hybridflow.config.roles import model_roles
 from hybridflow.config.schema import Config, ModelConfig
-from hybridflow.config.validate import uses_reference
 
 
 def file_problems(config: Config) -> list[str]:
     """Every missing weight file, tokenizer, template and data file, and a run folder that is in use. The model folders themselves
     are read_model_facts's."""
     problems = list(_model_problems("actor.model", config.actor.model))
-    if uses_reference(config) and config.reference.model.path != config.actor.model.path:
-        problems += list(_weight_problems("reference.model.path", config.reference.model.path))
+    for role in model_roles(config)[1:]:
+        if role.settings.model.path != config.actor.model.path:
+            problems += list(_weight_problems(f"{role.section}.model.path", role.settings.model.path))
     if config.data.train_files != MISSING:
         problems += _data_problems("data.train_files", config.data.train_files)
     return problems + _data_problems("data.val_files", config.data.val_files) + _run_folder_problems(config)

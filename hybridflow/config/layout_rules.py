@@ -10,42 +10,34 @@ VLLM_VOCABULARY_MULTIPLE = 64  # vLLM pads the vocabulary to it, then cuts it ov
 _LATER = {"cp": "context parallel", "ep": "expert parallel", "etp": "expert tensor parallel", "vpp": "virtual pipeline stages"}
 
 
-def training_layout_problems(config: Config, world: int, facts: ModelFacts | None) -> list[str]:
-    """tp, pp and the rest of actor.parallel against the ranks and the model."""
-    parallel = config.actor.parallel
-    problems = []
+def training_layout_problems(section: str, parallel: ParallelConfig, world: int, facts: ModelFacts | None) -> list[str]:
+    """tp, pp and the rest of `<section>.parallel` against the role's ranks and model."""
+    prefix, problems = f"{section}.parallel", []
     for name, meaning in _LATER.items():
-        if getattr(parallel, name) > 1:
-            value = getattr(parallel, name)
-            problems.append(f"actor.parallel.{name}={value}: {meaning} is not available in this version; the value must be 1.")
+        value = getattr(parallel, name)
+        if value > 1:
+            problems.append(f"{prefix}.{name}={value}: {meaning} is not available in this version; the value must be 1.")
     if parallel.sequence_parallel and parallel.tp == 1:
-        problems.append("actor.parallel.sequence_parallel=true with actor.parallel.tp=1: there is nothing to shard; "
+        problems.append(f"{prefix}.sequence_parallel=true with {prefix}.tp=1: there is nothing to shard; "
                         "set it to false, or tp to 2 or more.")
     if world % (parallel.tp * parallel.pp):
-        problems.append(_world_problem(parallel, world, facts))
+        problems.append(_world_problem(prefix, parallel, world, facts))
     if facts is not None:
-        problems += _tensor_parallel(parallel, world, facts) + _pipeline(parallel, world, facts)
+        problems += _tensor_parallel(prefix, parallel, world, facts) + _pipeline(prefix, parallel, world, facts)
     return problems
 
 
-def reference_problems(config: Config, facts: ModelFacts, reference: ModelFacts) -> list[str]:
-    """A reference model of its own: it has the actor's layout, and its log-probs are of the actor's tokens."""
-    problems = []
-    if reference.vocab != facts.vocab:
-        problems.append(f"reference.model.path={reference.path}: its vocabulary of {reference.vocab} is not the actor's {facts.vocab} "
-                        f"({facts.path}); the KL term needs the same tokens.")
-    wrong = _indivisible(reference, config.actor.parallel.tp)
-    if reference.layers % config.actor.parallel.pp:
-        wrong.append(f"{reference.layers} layers by pp={config.actor.parallel.pp}")
-    if wrong:
-        problems.append(f"reference.model.path={reference.path}: has the actor's layout, but tp={config.actor.parallel.tp} "
-                        f"pp={config.actor.parallel.pp} does not divide its {', '.join(wrong)}.")
-    return problems
+def vocabulary_problems(section: str, facts: ModelFacts, actor: ModelFacts) -> list[str]:
+    """A model that reads the actor's tokens must know the same ones."""
+    if facts.vocab == actor.vocab:
+        return []
+    return [f"{section}.model.path={facts.path}: its vocabulary of {facts.vocab} is not the actor's {actor.vocab} ({actor.path}); it reads "
+            "the actor's tokens, so they must be the same."]
 
 
-def _world_problem(parallel: ParallelConfig, world: int, facts: ModelFacts | None) -> str:
+def _world_problem(prefix: str, parallel: ParallelConfig, world: int, facts: ModelFacts | None) -> str:
     works = ", ".join(f"tp={tp} pp={pp}" for tp, pp in _layouts_near(parallel, world, facts))
-    product = f"actor.parallel.tp={parallel.tp} x pp={parallel.pp} = {parallel.tp * parallel.pp}"
+    product = f"{prefix}.tp={parallel.tp} x pp={parallel.pp} = {parallel.tp * parallel.pp}"
     return f"{product}: does not divide the {world} ranks; nearest that work: {works}; or change the number of ranks."
 
 
@@ -64,22 +56,22 @@ def _indivisible(facts: ModelFacts, tp: int) -> list[str]:
     return [f"{size} {what}" for what, size in sizes.items() if size % tp]
 
 
-def _tensor_parallel(parallel: ParallelConfig, world: int, facts: ModelFacts) -> list[str]:
+def _tensor_parallel(prefix: str, parallel: ParallelConfig, world: int, facts: ModelFacts) -> list[str]:
     wrong = _indivisible(facts, parallel.tp)
     if not wrong:
         return []
     valid = [tp for tp in divisors(facts.kv_heads) if not _indivisible(facts, tp) and world % (tp * parallel.pp) == 0]
     near = nearest_values(parallel.tp, valid)
-    near = near if near != "none" else "1 (with another actor.parallel.pp)"
-    return [f"actor.parallel.tp={parallel.tp}: does not divide {', '.join(wrong)} of {facts.path}; nearest that works: {near}."]
+    near = near if near != "none" else f"1 (with another {prefix}.pp)"
+    return [f"{prefix}.tp={parallel.tp}: does not divide {', '.join(wrong)} of {facts.path}; nearest that works: {near}."]
 
 
-def _pipeline(parallel: ParallelConfig, world: int, facts: ModelFacts) -> list[str]:
+def _pipeline(prefix: str, parallel: ParallelConfig, world: int, facts: ModelFacts) -> list[str]:
     if facts.layers % parallel.pp == 0:
         return []
     valid = [pp for pp in divisors(facts.layers) if world % (parallel.tp * pp) == 0] or divisors(facts.layers)
     near = nearest_values(parallel.pp, valid)
-    return [f"actor.parallel.pp={parallel.pp}: does not divide the {facts.layers} layers of {facts.path}; nearest that works: {near}."]
+    return [f"{prefix}.pp={parallel.pp}: does not divide the {facts.layers} layers of {facts.path}; nearest that works: {near}."]
 
 
 def _generation_problems(tp: int, training_tp: int, world: int, facts: ModelFacts | None) -> list[str]:

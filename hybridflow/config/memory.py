@@ -5,13 +5,15 @@ Weights, gradients, optimizer state and cache are counted; activations are an es
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hybridflow.config.batch_rules import BYTES, GIB
 from hybridflow.config.layout_rules import VLLM_VOCABULARY_MULTIPLE
 from hybridflow.config.model_facts import ModelFacts
-from hybridflow.config.schema import Config
-from hybridflow.config.validate import generates, uses_reference
+from hybridflow.config.placement import ranks_of
+from hybridflow.config.roles import ModelRole, generates, model_roles
+from hybridflow.config.schema import ActorConfig, Config, PlacedConfig
 
 GRADIENT_BYTES = 4  # gradients are summed in float32
 MOMENT_BYTES = 8  # AdamW's two moments in float32
@@ -46,32 +48,61 @@ def generation_parameters(facts: ModelFacts, tp: int) -> int:
     return facts.layers * facts.layer_parameters(tp, max(1, facts.kv_heads // tp)) + facts.hidden + vocabulary
 
 
-def activation_bytes(config: Config, facts: ModelFacts) -> int:
+def activation_bytes(settings: ActorConfig | PlacedConfig, facts: ModelFacts) -> int:
     """Estimate for one micro-batch of the full token budget on the first stage, which keeps one for each stage behind it."""
-    parallel, tokens = config.actor.parallel, config.actor.max_tokens_per_micro_batch
+    parallel, tokens = settings.parallel, settings.max_tokens_per_micro_batch
     cut = facts.head_dim * (2 * facts.heads + 2 * facts.kv_heads) + 4 * facts.ffn  # q, k, v, attention; gate, up, their product, input
     per_token = 4 * facts.hidden // (parallel.tp if parallel.sequence_parallel else 1) + cut // parallel.tp
-    if config.actor.recompute == "full":
+    if settings.recompute == "full":
         per_token = facts.hidden  # the input of each layer; the inside of one layer is small beside it
-    return tokens * facts.layers * per_token * BYTES[config.actor.model.dtype]  # layers / pp, pp micro-batches in flight
+    return tokens * facts.layers * per_token * BYTES[settings.model.dtype]  # layers / pp, pp micro-batches in flight
 
 
-def phases(config: Config, world: int, facts: ModelFacts) -> list[Phase]:
-    """Update, and generation where there is one. The configuration must be valid."""
-    parallel, width = config.actor.parallel, BYTES[config.actor.model.dtype]
-    parameters = training_parameters(facts, parallel.tp, parallel.pp)
-    dp = world // (parallel.tp * parallel.pp)
-    state = parameters * (MOMENT_BYTES + (MASTER_BYTES if width == 2 else 0)) // dp
-    weights = {"weights": parameters * width}
-    if uses_reference(config):
-        weights["reference"] = parameters * BYTES[config.reference.model.dtype]
-    kept = {"gradients": parameters * GRADIENT_BYTES, "optimizer": state}
-    result = [Phase("update", weights | kept | {"activations (estimate)": activation_bytes(config, facts)})]
+def phases(config: Config, world: int, facts: ModelFacts, others: Mapping[str, ModelFacts] | None = None) -> list[Phase]:
+    """Updates on the actor's ranks, generation where there is one, and the ranks that a role has alone. The configuration must
+    be valid. `others`: by role, the facts of models that are not the actor's."""
+    roles = model_roles(config)
+    states = {role: _state(role, ranks_of(role, roles, world), (others or {}).get(role.name, facts)) for role in roles}
+    result = []
+    for role in roles:
+        if role.trained or role.own_ranks:
+            beside = [other for other in roles if role is other or (not role.own_ranks and not other.own_ranks)]
+            parts = {name: size for other in beside for name, size in states[other].items()}
+            if role.trained:
+                parts["activations (estimate)"] = activation_bytes(role.settings, (others or {}).get(role.name, facts))
+            result.append(Phase(_title(role), parts))
     if generates(config):
-        engine = {"rollout weights": generation_parameters(facts, config.rollout.tp) * width,
-                  "key-value cache": int(config.rollout.kv_cache_gib * GIB)}
-        result.append(Phase("generate", weights | ({} if config.actor.offload else kept) | engine))
+        result.append(Phase("generate", _while_generating(config, states, facts)))
     return result
+
+
+def _title(role: ModelRole) -> str:
+    name = "update" if role.section == "actor" else f"update {role.name}" if role.trained else role.name
+    return f"{name} (own ranks)" if role.own_ranks else name
+
+
+def _state(role: ModelRole, ranks: int, facts: ModelFacts) -> dict[str, int]:
+    """What a role holds on its fullest rank: weights, and gradients and optimizer state if it is trained."""
+    parallel, width = role.settings.parallel, BYTES[role.settings.model.dtype]
+    parameters = training_parameters(facts, parallel.tp, parallel.pp)
+    prefix = "" if role.section == "actor" else f"{role.name} "
+    if not role.trained:
+        return {f"{prefix}weights": parameters * width}
+    dp = ranks // (parallel.tp * parallel.pp)
+    optimizer = parameters * (MOMENT_BYTES + (MASTER_BYTES if width == 2 else 0)) // dp
+    return {f"{prefix}weights": parameters * width, f"{prefix}gradients": parameters * GRADIENT_BYTES, f"{prefix}optimizer": optimizer}
+
+
+def _while_generating(config: Config, states: dict[ModelRole, dict[str, int]], facts: ModelFacts) -> dict[str, int]:
+    parts = {}
+    for role, state in states.items():
+        if role.own_ranks:
+            continue
+        offloaded = role.trained and role.settings.offload
+        parts |= {name: size for name, size in state.items() if not offloaded or (role.section == "actor" and name == "weights")}
+    parts["rollout weights"] = generation_parameters(facts, config.rollout.tp) * BYTES[config.actor.model.dtype]
+    parts["key-value cache"] = int(config.rollout.kv_cache_gib * GIB)
+    return parts
 
 
 def render(found: list[Phase]) -> str:

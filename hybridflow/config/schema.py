@@ -6,7 +6,7 @@ of a value beside it; config/ranges.py checks it. Rules between several values a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from omegaconf import MISSING
@@ -17,11 +17,20 @@ def setting(default: Any, **limits: Any) -> Any:
     return field(default=default, metadata=limits)
 
 
+def like(section: type, key: str) -> Any:
+    """A section whose every value follows that of the section `key`, unless it is set."""
+    return field(default_factory=lambda: section(**{entry.name: f"${{{key}.{entry.name}}}" for entry in fields(section)}))
+
+
 @dataclass
-class ModelConfig:
-    path: str = MISSING  # Hugging Face model folder (config.json, safetensors, tokenizer files)
-    tokenizer_path: str | None = None  # null: the model folder
+class WeightsConfig:
+    path: str = MISSING  # Hugging Face model folder (config.json, safetensors)
     dtype: str = setting("bfloat16", choices=("bfloat16", "float32"))  # parameters and activations (optimizer state is always float32)
+
+
+@dataclass
+class ModelConfig(WeightsConfig):
+    tokenizer_path: str | None = None  # null: the model folder
     chat_template: str | None = None  # file with a Jinja template; null: the tokenizer's own
 
 
@@ -61,8 +70,16 @@ class ActorConfig:
 
 
 @dataclass
-class ReferenceConfig:
-    model: ModelConfig = field(default_factory=lambda: ModelConfig(path="${actor.model.path}", dtype="${actor.model.dtype}"))
+class PlacedConfig:
+    """A role with a model of its own. It shares processes with the roles of its ranks that have the same layout."""
+
+    model: WeightsConfig = like(WeightsConfig, "actor.model")
+    parallel: ParallelConfig = like(ParallelConfig, "actor.parallel")
+    ranks: int | None = setting(None, minimum=1)  # ranks it has alone, taken from the end of the cluster's; null: the actor's ranks
+
+
+@dataclass
+class ReferenceConfig(PlacedConfig):
     log_prob_max_tokens_per_micro_batch: int = setting(32768, minimum=1)  # token budget of one packed micro-batch
 
 

@@ -6,34 +6,25 @@ Each message names the key, its value, what it conflicts with and the nearest va
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from hybridflow.config.batch_rules import batch_problems, engine_problems, length_problems
-from hybridflow.config.layout_rules import generation_layout_problems, reference_problems, training_layout_problems
+from hybridflow.config.layout_rules import generation_layout_problems, training_layout_problems, vocabulary_problems
 from hybridflow.config.model_facts import ModelFacts
+from hybridflow.config.placement import actor_ranks, ranks_of
 from hybridflow.config.ranges import missing_problems, range_problems
+from hybridflow.config.roles import generates, model_roles
 from hybridflow.config.schema import Config
 
-GENERATING = ("grpo",)  # algorithms that generate and score; the others train on given responses
-_ARITHMETIC = ("actor.parallel.", "rollout.n=", "rollout.tp=", "rollout.max_", "data.train_batch_size=", "data.max_", "algorithm.mini_")
+_ARITHMETIC = re.compile(r"(\w+\.)+parallel\.|(\w+\.)+ranks=|rollout\.(n|tp|max_\w+)=|data\.(train_batch_size|max_\w+)=|algorithm\.mini_")
 _FUNCTION = re.compile(r"([A-Za-z_]\w*(\.[A-Za-z_]\w*)*|[^:]+\.py):[A-Za-z_]\w*")
 
 
-def generates(config: Config) -> bool:
-    """True if the algorithm needs a rollout engine and rewards."""
-    return config.algorithm.name in GENERATING
+def validate(config: Config, world: int, facts: ModelFacts | None, others: Mapping[str, ModelFacts] | None = None) -> list[str]:
+    """Every problem of a run on `world` ranks; empty when it can start.
 
-
-def uses_reference(config: Config) -> bool:
-    """True if the run holds a frozen reference policy."""
-    return generates(config) and (config.algorithm.kl_coef > 0 or config.algorithm.track_kl)
-
-
-def validate(config: Config, world_size: int, facts: ModelFacts | None, reference: ModelFacts | None = None) -> list[str]:
-    """Every problem of a run on `world_size` ranks; empty when it can start.
-
-    `facts` None (the model folder could not be read) leaves out the rules that need the model. `reference`: the facts of a
-    reference model that is not the actor's.
+    `facts` of the actor's model; None (the folder could not be read) leaves out the rules that need the model. `others`: by role,
+    the facts of models that are not the actor's.
     """
     in_range = range_problems(config)
     problems = missing_problems(config, required_keys(config)) + in_range
@@ -48,10 +39,7 @@ def validate(config: Config, world_size: int, facts: ModelFacts | None, referenc
         problems += rule()
     if not _sizes_in_range(in_range):
         return problems  # arithmetic with a size of 0 would fail, or only repeat what is already said
-    problems += _arithmetic_problems(config, world_size, facts)
-    if facts is not None and reference is not None and uses_reference(config):
-        problems += reference_problems(config, facts, reference)
-    return problems
+    return problems + _arithmetic_problems(config, world, facts, others or {})
 
 
 def required_keys(config: Config) -> list[str]:
@@ -60,26 +48,47 @@ def required_keys(config: Config) -> list[str]:
 
 
 def _sizes_in_range(in_range: list[str]) -> bool:
-    return not any(problem.startswith(_ARITHMETIC) for problem in in_range)
+    return not any(_ARITHMETIC.match(problem) for problem in in_range)
 
 
 def can_plan(config: Config, world: int) -> bool:
     """True if layouts and batch sizes divide as they must, whatever else is wrong: batch_plan() then has an answer."""
-    if not _sizes_in_range(range_problems(config)) or training_layout_problems(config, world, None):
+    if not _sizes_in_range(range_problems(config)) or _layout_problems(config, world, None, {}):
         return False
-    if generates(config) and generation_layout_problems(config, world, None):
-        return False
-    return not batch_problems(config, world, generates(config))
+    return not batch_problems(config, world)
 
 
-def _arithmetic_problems(config: Config, world: int, facts: ModelFacts | None) -> list[str]:
-    problems = training_layout_problems(config, world, facts)
+def _layout_problems(config: Config, world: int, facts: ModelFacts | None, others: Mapping[str, ModelFacts]) -> list[str]:
+    """Every role's layout against its ranks and its model."""
+    roles = model_roles(config)
+    if actor_ranks(roles, world) < 1:
+        taken = ", ".join(f"{role.section}.ranks={role.own_ranks}" for role in roles if role.own_ranks)
+        return [f"{taken}: leaves none of the {world} ranks to the actor; lower it, or null shares the actor's ranks."]
+    problems = []
+    for role in roles:
+        model = others.get(role.name, facts)
+        problems += training_layout_problems(role.section, role.settings.parallel, ranks_of(role, roles, world), model)
+        if facts is not None and model is not None:
+            problems += vocabulary_problems(role.section, model, facts)
     if generates(config):
-        problems += generation_layout_problems(config, world, facts) + engine_problems(config, facts)
-    problems += length_problems(config, facts, generates(config), uses_reference(config))
-    parallel = config.actor.parallel
-    fits = world % (parallel.tp * parallel.pp) == 0 and (not generates(config) or world % config.rollout.tp == 0)
-    return problems + (batch_problems(config, world, generates(config)) if fits else [])
+        problems += generation_layout_problems(config, actor_ranks(roles, world), facts)
+    return problems
+
+
+def _arithmetic_problems(config: Config, world: int, facts: ModelFacts | None, others: Mapping[str, ModelFacts]) -> list[str]:
+    problems = _layout_problems(config, world, facts, others)
+    if generates(config):
+        problems += engine_problems(config, facts)
+    problems += length_problems(config, facts, others)
+    return problems + (batch_problems(config, world) if _divides(config, world) else [])
+
+
+def _divides(config: Config, world: int) -> bool:
+    """True if every role and every replica gets whole model copies."""
+    roles = model_roles(config)
+    ranks = actor_ranks(roles, world)
+    sizes = [(ranks_of(role, roles, world), role.settings.parallel.tp * role.settings.parallel.pp) for role in roles]
+    return ranks > 0 and not any(have % copy for have, copy in sizes) and not (generates(config) and ranks % config.rollout.tp)
 
 
 def _sampling_problems(config: Config) -> list[str]:

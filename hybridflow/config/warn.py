@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hybridflow.config.batch_rules import GIB, kv_bytes_per_token, longest_sequence, rows_per_step
 from hybridflow.config.model_facts import ModelFacts
+from hybridflow.config.roles import generates
 from hybridflow.config.schema import Config
-from hybridflow.config.validate import generates
 
 
 def warnings(config: Config) -> list[str]:
@@ -22,7 +22,7 @@ def sequence_warning(config: Config, sequences_per_replica: int, facts: ModelFac
                      f"waves; rollout.max_num_seqs={sequences_per_replica} decodes them together if the cache holds them.")
     if facts is None:
         return found
-    longest, together = longest_sequence(config, generates=True), min(limit, sequences_per_replica)
+    longest, together = longest_sequence(config), min(limit, sequences_per_replica)
     held = int(config.rollout.kv_cache_gib * GIB / kv_bytes_per_token(config, facts) / longest)
     if 0 < held < together:
         found.append(f"rollout.kv_cache_gib={config.rollout.kv_cache_gib:g}: holds {held} sequences of the full {longest} tokens, fewer "
@@ -47,7 +47,7 @@ def _schedule(config: Config) -> list[str]:
     if steps is not None and config.trainer.epochs != 1:
         found.append(f"trainer.epochs={config.trainer.epochs} has no effect with trainer.steps={steps}.")
     if steps is not None:
-        rows = rows_per_step(config, generates(config))
+        rows = rows_per_step(config)
         updates = steps * config.algorithm.update_epochs * (rows // (config.algorithm.mini_batch_size or rows))
         if optimizer.warmup_steps >= updates:
             found.append(f"actor.optimizer.warmup_steps={optimizer.warmup_steps}: the run has {updates} optimizer steps and never reaches "

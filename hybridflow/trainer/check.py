@@ -6,10 +6,12 @@ from dataclasses import dataclass, field
 
 from hybridflow.config.batch_plan import BatchPlan, batch_plan
 from hybridflow.config.file_rules import file_problems
-from hybridflow.config.layout import Layout
+from hybridflow.config.layout import GenerationLayout
 from hybridflow.config.model_facts import ModelFacts, read_model_facts
+from hybridflow.config.placement import ACTOR, Placement, placement
+from hybridflow.config.roles import generates, model_roles
 from hybridflow.config.schema import Config
-from hybridflow.config.validate import can_plan, generates, uses_reference, validate
+from hybridflow.config.validate import can_plan, validate
 from hybridflow.config.warn import sequence_warning, warnings
 from hybridflow.errors import ConfigError, HybridFlowError
 from hybridflow.reshard.grouping import generation_layout
@@ -17,10 +19,16 @@ from hybridflow.reshard.grouping import generation_layout
 
 @dataclass
 class Report:
-    """What the check found; `plan` is there when the settings allow one."""
+    """What the check found; placement, generation (None without rollouts) and plan are there when the settings allow them.
+
+    facts: of the actor's model. others: by role, of models that are not the actor's.
+    """
 
     world: int
     facts: ModelFacts | None = None
+    others: dict[str, ModelFacts] = field(default_factory=dict)
+    placement: Placement | None = None
+    generation: GenerationLayout | None = None
     plan: BatchPlan | None = None
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -30,17 +38,20 @@ def check(config: Config, world: int) -> Report:
     """Every check that needs no worker."""
     report = Report(world)
     report.facts = _facts(config.actor.model.path, "actor.model.path", report.problems)
-    reference = None
-    if uses_reference(config) and config.reference.model.path != config.actor.model.path:
-        reference = _facts(config.reference.model.path, "reference.model.path", report.problems)
-    found = validate(config, world, report.facts, reference)
+    for role in model_roles(config)[1:]:
+        path, key = role.settings.model.path, f"{role.section}.model.path"
+        if path != config.actor.model.path and (found := _facts(path, key, report.problems)) is not None:
+            report.others[role.name] = found
+    problems = validate(config, world, report.facts, report.others)
     if can_plan(config, world):
-        generation = generation_layout(Layout(world, tp=config.actor.parallel.tp, pp=config.actor.parallel.pp), config.rollout.tp)
-        report.plan = batch_plan(config, world, generation if generates(config) else None)
+        report.placement = placement(model_roles(config), world)
+        layout = report.placement.group_of(ACTOR).layout
+        report.generation = generation_layout(layout, config.rollout.tp) if generates(config) else None
+        report.plan = batch_plan(config, world, report.generation)
         report.warnings += warnings(config)
         if report.plan.rollout is not None:
             report.warnings += sequence_warning(config, report.plan.rollout.sequences_per_replica, report.facts)
-    report.problems += [problem for problem in found + file_problems(config) if problem not in report.problems]
+    report.problems += [problem for problem in problems + file_problems(config) if problem not in report.problems]
     return report
 
 

@@ -6,7 +6,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hybridflow.algorithms.base import Prompts
 from hybridflow.cluster.sharded import ShardedBatch
-from hybridflow.config.validate import generates
+from hybridflow.config.roles import generates
 from hybridflow.observe.console import PlainConsole, make_console
 from hybridflow.observe.metrics import MetricsWriter
 from hybridflow.observe.rollouts import Rollout, from_batch, pick, write_rollouts

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from hybridflow.algorithms.base import Flow, StepOutput
 from hybridflow.algorithms.summary import prompt_and_response_tokens
-from hybridflow.config.validate import generates
+from hybridflow.config.roles import generates
 from hybridflow.errors import NumericsError, RunIncompleteError
 from hybridflow.observe.timer import PhaseTimer
 from hybridflow.rewards.monitors import reward_warnings
@@ -37,7 +37,7 @@ class Trainer:
         self.prepared, self.config, self.roles, self.journal = prepared, prepared.config, roles, journal
         self.rl = generates(self.config)
         self.timer = PhaseTimer(on_phase=journal.phase)
-        self.flow = Flow(self.config, self.timer, roles.actor, roles.reference, roles.reward)
+        self.flow = Flow(self.config, self.timer, roles.actor, roles.get("reference"), roles.get("reward"))
         self.history: list[dict[str, float]] = []
 
     def run(self) -> RunResult:

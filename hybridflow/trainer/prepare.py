@@ -9,15 +9,15 @@ from transformers import PreTrainedTokenizerBase
 
 from hybridflow.algorithms.base import Algorithm
 from hybridflow.algorithms.registry import get_algorithm
-from hybridflow.config.layout import GenerationLayout, Layout
+from hybridflow.config.layout import GenerationLayout
+from hybridflow.config.placement import Placement
+from hybridflow.config.roles import generates
 from hybridflow.config.schema import Config
-from hybridflow.config.validate import generates
 from hybridflow.data.preferences import DATASETS
 from hybridflow.data.prompts import PromptDataset
 from hybridflow.data.sampler import PromptSampler
 from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.errors import ConfigError, RewardError
-from hybridflow.reshard.grouping import generation_layout
 from hybridflow.rewards.check import check_reward_function
 from hybridflow.trainer.check import Report, check
 
@@ -34,9 +34,16 @@ class Prepared:
     sampler: PromptSampler
     steps: int
     optimizer_steps: int
-    layout: Layout
-    generation: GenerationLayout | None
     report: Report
+
+    @property
+    def placement(self) -> Placement:
+        """Pools and worker groups of the roles that have a model."""
+        return self.report.placement
+
+    @property
+    def generation(self) -> GenerationLayout | None:
+        return self.report.generation
 
 
 def prepare(config: Config, world: int) -> Prepared:
@@ -54,10 +61,7 @@ def prepare(config: Config, world: int) -> Prepared:
     if rl:
         _try_reward_function(config, train, tokenizer)
     steps = config.trainer.steps if config.trainer.steps is not None else sampler.steps(config.trainer.epochs)
-    layout = Layout(world, tp=config.actor.parallel.tp, pp=config.actor.parallel.pp)
-    generation = generation_layout(layout, config.rollout.tp) if rl else None
-    return Prepared(config, algorithm, tokenizer, train, validation, sampler, steps, steps * updates_per_step(config), layout, generation,
-                    report)
+    return Prepared(config, algorithm, tokenizer, train, validation, sampler, steps, steps * updates_per_step(config), report)
 
 
 def _try_reward_function(config: Config, train: PromptDataset, tokenizer: PreTrainedTokenizerBase) -> None:

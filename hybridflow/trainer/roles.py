@@ -3,39 +3,78 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 from hybridflow.algorithms.kl import kl_estimate
 from hybridflow.cluster.bootstrap import Cluster
 from hybridflow.cluster.pool import ResourcePool
 from hybridflow.cluster.worker_group import RoleHandle, WorkerGroup
 from hybridflow.config.layout import Layout
-from hybridflow.config.validate import generates, uses_reference
+from hybridflow.config.placement import ACTOR, Placement, split_ranks
+from hybridflow.config.roles import generates, uses_reference
 from hybridflow.trainer.prepare import Prepared
 from hybridflow.workers.actor import ActorWorker
 from hybridflow.workers.hybrid import ActorRolloutWorker
 from hybridflow.workers.reference import ReferenceWorker
 from hybridflow.workers.reward import RewardWorker
 
+Definition = tuple[type, dict[str, Any]]
+
 
 class Roles:
-    """Handles of the run's roles. The reference shares the actor's processes; rewards have a CPU process of their own."""
+    """Handles of the run's roles. Roles with a model are placed by `prepared.placement`; rewards have a CPU process of their own."""
 
     def __init__(self, prepared: Prepared, cluster: Cluster) -> None:
-        config, algorithm = prepared.config, prepared.algorithm
-        actor = ActorRolloutWorker if generates(config) else ActorWorker
-        loss = algorithm.token_loss(config.algorithm)
-        roles = {"actor": (actor, {"config": config, "loss": loss, "total_steps": prepared.optimizer_steps})}
-        if uses_reference(config):
-            kl = functools.partial(kl_estimate, estimator=config.algorithm.kl_estimator)
-            roles["reference"] = (ReferenceWorker, {"config": config, "kl": kl})
-        self.groups: list[WorkerGroup] = [cluster.worker_group(roles, layout=prepared.layout, generation=prepared.generation, name="actor")]
-        if generates(config):
-            reward = {"reward": (RewardWorker, {"config": config})}
-            self.groups.append(cluster.worker_group(reward, layout=Layout(1), pool=ResourcePool([1], device="cpu"), name="reward"))
-        self.actor = self.groups[0].role("actor")
-        self.reference: RoleHandle | None = self.groups[0].role("reference") if "reference" in roles else None
-        self.reward: RoleHandle | None = self.groups[1].role("reward") if len(self.groups) > 1 else None
+        """Starts every worker group. Raises WorkerError, or what a worker raised, when one cannot be built."""
+        self.groups: list[WorkerGroup] = []
+        self._handles: dict[str, RoleHandle] = {}
+        try:
+            self._start(prepared, cluster)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def actor(self) -> RoleHandle:
+        return self._handles[ACTOR]
+
+    def get(self, name: str) -> RoleHandle | None:
+        """The role's handle; None if the run has no such role."""
+        return self._handles.get(name)
 
     def close(self) -> None:
         for group in reversed(self.groups):
             group.close()
+
+    def _start(self, prepared: Prepared, cluster: Cluster) -> None:
+        definitions, pools = model_definitions(prepared), pools_of(prepared.placement, cluster)
+        for plan in prepared.placement.groups:
+            generation = prepared.generation if ACTOR in plan.roles else None
+            self._add(cluster, {name: definitions[name] for name in plan.roles}, layout=plan.layout, generation=generation,
+                      pool=pools[plan.pool])
+        if generates(prepared.config):
+            reward = {"reward": (RewardWorker, {"config": prepared.config})}
+            self._add(cluster, reward, layout=Layout(1), pool=ResourcePool([1], device="cpu"))
+
+    def _add(self, cluster: Cluster, roles: dict[str, Definition], **options: Any) -> None:
+        group = cluster.worker_group(roles, name=next(iter(roles)), **options)
+        self.groups.append(group)
+        self._handles |= {name: group.role(name) for name in roles}
+
+
+def pools_of(placed: Placement, cluster: Cluster) -> dict[str, ResourcePool]:
+    """The placement's pools, reserved on the nodes in order."""
+    parts = split_ranks(cluster.ranks_per_node, list(placed.pools.values()))
+    return {name: cluster.reserve(ranks, groups=placed.groups_on(name)) for name, ranks in zip(placed.pools, parts)}
+
+
+def model_definitions(prepared: Prepared) -> dict[str, Definition]:
+    """Worker class and arguments of every role that has a model."""
+    config = prepared.config
+    loss = prepared.algorithm.token_loss(config.algorithm)
+    actor = ActorRolloutWorker if generates(config) else ActorWorker
+    found: dict[str, Definition] = {ACTOR: (actor, {"config": config, "loss": loss, "total_steps": prepared.optimizer_steps})}
+    if uses_reference(config):
+        kl = functools.partial(kl_estimate, estimator=config.algorithm.kl_estimator)
+        found["reference"] = (ReferenceWorker, {"config": config, "kl": kl})
+    return found

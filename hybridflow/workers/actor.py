@@ -18,7 +18,7 @@ class ActorWorker:
 
     def __init__(self, context: WorkerContext, config: Config, loss: TokenLoss, total_steps: int) -> None:
         self.context, self.config, self.loss = context, config, loss
-        self.engine = build_engine(context, config.actor.model, config, optimizer=config.actor.optimizer, total_steps=total_steps)
+        self.engine = build_engine(context, config.actor, config, total_steps)
 
     @register(Protocol.DP)
     def compute_log_prob(self, batch: Batch) -> Batch:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hybridflow.cluster.context import WorkerContext
-from hybridflow.config.schema import Config, ModelConfig, OptimizerConfig
+from hybridflow.config.schema import ActorConfig, Config, PlacedConfig
 from hybridflow.engine.device import Device
 from hybridflow.models.settings import read_hf_config
 from hybridflow.reshard.execute import Resharder
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-def build_engine(context: WorkerContext, model: ModelConfig, config: Config, optimizer: OptimizerConfig | None,
+def build_engine(context: WorkerContext, role: ActorConfig | PlacedConfig, config: Config,
                  total_steps: int | None = None) -> MegatronEngine:
-    """A Megatron engine with the weights of `model`; without `optimizer` it only evaluates."""
+    """A Megatron engine with the weights of a role's model; a role without optimizer settings only evaluates."""
     from hybridflow.engine.megatron import MegatronEngine  # slow, and the driver needs only the workers' classes
 
     device = Device.detect(context.device_name)
     engine = MegatronEngine(
-        read_hf_config(model.path), context.layout, dtype=DTYPES[model.dtype], device=device, optimizer=optimizer,
-        sequence_parallel=config.actor.parallel.sequence_parallel, recompute=config.actor.recompute, seed=config.trainer.seed,
-        total_steps=total_steps,
+        read_hf_config(role.model.path), context.layout, dtype=DTYPES[role.model.dtype], device=device,
+        optimizer=getattr(role, "optimizer", None), sequence_parallel=role.parallel.sequence_parallel,
+        recompute=getattr(role, "recompute", "none"), seed=config.trainer.seed, total_steps=total_steps,
     )
-    engine.load(model.path)
+    engine.load(role.model.path)
     return engine
 
 

@@ -1,4 +1,4 @@
-"""The reference role: a frozen policy in the actor's layout and process."""
+"""The reference role: a frozen policy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ReferenceWorker:
 
     def __init__(self, context: WorkerContext, config: Config, kl: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
         self.config, self.kl = config, kl
-        self.engine = build_engine(context, config.reference.model, config, optimizer=None)
+        self.engine = build_engine(context, config.reference, config)
 
     @register(Protocol.DP)
     def compute_ref_log_prob(self, batch: Batch) -> Batch:

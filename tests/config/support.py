@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from hybridflow.config.model_facts import ModelFacts
-from hybridflow.config.schema import Config
+from hybridflow.config.schema import Config, WeightsConfig
 
 REQUIRED = ["actor.model.path=/model", "data.train_files=a.jsonl", "reward.function=rewards:score"]
 SMOLLM2 = ModelFacts("/smollm2", "llama", layers=30, hidden=576, ffn=1536, heads=9, kv_heads=3, head_dim=64, vocab=49152,
@@ -24,8 +24,9 @@ SMOLLM2_JSON = {
 def config_of(**changes: object) -> Config:
     """A complete configuration with these changes; `rollout__n=3` sets rollout.n (quicker than composing files each time)."""
     config = Config()
-    config.actor.model.path = config.reference.model.path = "/model"
-    config.reference.model.dtype = config.actor.model.dtype
+    config.actor.model.path = "/model"
+    config.reference.model = WeightsConfig("/model", config.actor.model.dtype)
+    config.reference.parallel = config.actor.parallel  # as the interpolations of the schema have it
     config.data.train_files, config.reward.function = ["a.jsonl"], "rewards:score"
     for name, value in changes.items():
         *sections, last = name.split("__")

@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from hybridflow.config.batch_plan import BatchPlan, Passes, batch_plan, passes
 from hybridflow.config.layout import Layout
+from hybridflow.config.roles import generates
 from hybridflow.config.schema import Config
-from hybridflow.config.validate import can_plan, generates
+from hybridflow.config.validate import can_plan
 from hybridflow.engine.packing import least_count
 from hybridflow.reshard.grouping import generation_layout
 from tests.config.support import config_of
@@ -43,7 +44,7 @@ def test_training_mesh_and_mini_batches() -> None:
     assert plan.mesh == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
     assert plan.rows_per_dp_rank == 256
     assert (plan.optimizer_steps, plan.mini_batch_rows_per_dp_rank, plan.update) == (8, 64, Passes(8, 8))
-    assert plan.log_prob == Passes(16, 16) and plan.reference_log_prob == Passes(16, 16)
+    assert plan.log_prob == Passes(16, 16) and plan.others[0].evaluate == Passes(16, 16)
     assert plan.rollout is not None and plan.rollout.waves == 2
     assert "reference" in plan.text() and "8 optimizer steps of 128" in plan.text() and "2 waves" in plan.text()
 

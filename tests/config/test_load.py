@@ -37,8 +37,10 @@ def test_no_arguments_is_the_schema() -> None:
     loaded = load_config([])
     default = Config()
     for key in keys.leaves():
-        if not key.startswith("reference.model."):  # follows actor.model
-            assert value_at(loaded.config, key) == value_at(default, key), key
+        written = value_at(default, key)
+        if isinstance(written, str) and written.startswith("${"):  # a section that follows another (schema.like)
+            written = value_at(default, written[2:-1])
+        assert value_at(loaded.config, key) == written, key
     assert loaded.config.reference.model.path == MISSING
     assert loaded.sources == {}
 
@@ -176,7 +178,7 @@ def test_every_changed_value_has_an_origin(tmp_path: Path) -> None:
     for key in keys.leaves():
         changed = value_at(loaded.config, key) != value_at(default, key)
         named = any(source == key or source.startswith(f"{key}.") for source in loaded.sources)
-        assert changed == named or key == "reference.model.dtype", key
+        assert changed == named or str(value_at(default, key)).startswith("${"), key
 
 
 def test_print_config_is_yaml_with_origins(tmp_path: Path) -> None:

@@ -50,13 +50,13 @@ def test_phases_hold_what_the_settings_say() -> None:
     config = config_of(rollout__kv_cache_gib=2.0, algorithm__kl_coef=0.1, data__train_batch_size=60)
     update, generate = phases(config, 2, SMOLLM2)
     count = SMOLLM2.parameters
-    assert update.parts["weights"] == update.parts["reference"] == 2 * count
+    assert update.parts["weights"] == update.parts["reference weights"] == 2 * count
     assert update.parts["gradients"] == 4 * count and update.parts["optimizer"] == 12 * count // 2
     assert generate.parts["key-value cache"] == 2 * GIB and generate.parts["rollout weights"] == 2 * count
     assert generate.parts["optimizer"] == update.parts["optimizer"]
     config.actor.offload, config.algorithm.kl_coef = True, 0.0
     update, generate = phases(config, 2, SMOLLM2)
-    assert "optimizer" not in generate.parts and "gradients" not in generate.parts and "reference" not in update.parts
+    assert "optimizer" not in generate.parts and "gradients" not in generate.parts and "reference weights" not in update.parts
     config.actor.model.dtype = "float32"
     assert phases(config, 1, SMOLLM2)[0].parts["optimizer"] == 8 * count  # no master copy
     config.algorithm.name = "sft"

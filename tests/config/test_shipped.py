@@ -9,7 +9,8 @@ import pytest
 from hybridflow.config import keys
 from hybridflow.config.help import help_text
 from hybridflow.config.load import CONFIG_DIR, choices, group_names, load_config
-from hybridflow.config.validate import GENERATING, range_problems
+from hybridflow.config.roles import GENERATING
+from hybridflow.config.validate import range_problems
 
 ROOT = CONFIG_DIR.parent
 CHOICES = [(group, choice) for group in group_names(CONFIG_DIR) for choice in choices(group, [CONFIG_DIR])]

@@ -8,7 +8,7 @@ import pytest
 
 from hybridflow.config import keys
 from hybridflow.config.model_facts import ModelFacts
-from hybridflow.config.schema import Config
+from hybridflow.config.schema import Config, ParallelConfig
 from hybridflow.config.validate import can_plan, validate
 from hybridflow.config.warn import sequence_warning, warnings
 from tests.config.support import QWEN, SMOLLM2, WIDE, config_of
@@ -142,14 +142,30 @@ def test_supervised_training_needs_neither_reward_nor_rollout() -> None:
 
 
 def test_a_reference_model_of_its_own_must_fit() -> None:
+    def found(**changes: object) -> list[str]:
+        return validate(config, 3, SMOLLM2, {"reference": replace(SMOLLM2, path="/other", **changes)})
+
     config = config_of(algorithm__kl_coef=0.1, reference__model__path="/other", actor__parallel__tp=3, data__train_batch_size=60)
-    assert validate(config, 3, SMOLLM2, replace(SMOLLM2, path="/other")) == []
-    (problem,) = validate(config, 3, SMOLLM2, replace(SMOLLM2, path="/other", vocab=50000))
+    assert found() == []
+    (problem,) = found(vocab=50000)
     assert "/other" in problem and "50000" in problem and "49152" in problem
-    (problem,) = validate(config, 3, SMOLLM2, replace(SMOLLM2, path="/other", heads=8, kv_heads=8))
-    assert "8 attention heads" in problem
+    (problem,) = found(heads=8, kv_heads=8)
+    assert "reference.parallel.tp=3" in problem and "8 attention heads" in problem
+    (problem,) = found(max_positions=512)
+    assert "512 positions of /other" in problem
     config.algorithm.kl_coef = 0.0
-    assert validate(config, 3, SMOLLM2, replace(SMOLLM2, path="/other", vocab=50000)) == []
+    assert found(vocab=50000) == []
+
+
+def test_a_role_with_ranks_of_its_own() -> None:
+    config = config_of(algorithm__kl_coef=0.1, reference__ranks=2, data__train_batch_size=60)
+    config.reference.parallel = ParallelConfig(tp=2)
+    assert validate(config, 6, WIDE) == [] and can_plan(config, 6)
+    (problem,) = validate(config, 2, WIDE)
+    assert "reference.ranks=2" in problem and "none of the 2 ranks" in problem and not can_plan(config, 2)
+    config.reference.parallel = ParallelConfig(tp=3)
+    (problem,) = [problem for problem in validate(config, 6, WIDE) if "2 ranks" in problem]
+    assert "reference.parallel.tp=3" in problem
 
 
 def test_every_key_named_in_a_message_exists() -> None:

@@ -88,6 +88,6 @@ def test_the_first_cause_of_a_failure_stays(journal: Journal) -> None:
 def test_a_run_of_no_steps_is_no_success(journal: Journal) -> None:
     """Settings forbid it, and the loop does too."""
     prepared = SimpleNamespace(config=Config(), steps=0)
-    trainer = Trainer(prepared, SimpleNamespace(actor=None, reference=None, reward=None), journal)
+    trainer = Trainer(prepared, SimpleNamespace(actor=None, get=lambda name: None), journal)
     with pytest.raises(RunIncompleteError, match="0 of 0 steps.*trainer.steps"):
         trainer.run()

@@ -13,8 +13,8 @@ import torch
 from hybridflow.algorithms.minibatch import fill, mini_batches
 from hybridflow.algorithms.registry import ALGORITHMS, get_algorithm
 from hybridflow.cluster.sharded import ShardedBatch
+from hybridflow.config.roles import GENERATING
 from hybridflow.config.schema import AlgorithmConfig, Config
-from hybridflow.config.validate import GENERATING
 from hybridflow.data.batch import Batch, Ragged
 from hybridflow.data.prompts import PromptDataset
 from hybridflow.errors import ConfigError, NumericsError

@@ -1,0 +1,50 @@
+"""Which roles a run has, as its settings say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hybridflow.config.schema import ActorConfig, Config, PlacedConfig
+
+GENERATING = ("grpo",)  # algorithms that generate and score; the others train on given responses
+
+
+def generates(config: Config) -> bool:
+    """True if the algorithm needs a rollout engine and rewards."""
+    return config.algorithm.name in GENERATING
+
+
+def uses_reference(config: Config) -> bool:
+    """True if the run holds a frozen reference policy."""
+    return generates(config) and (config.algorithm.kl_coef > 0 or config.algorithm.track_kl)
+
+
+@dataclass(frozen=True, eq=False)
+class ModelRole:
+    """A role with a model on the ranks. section: where its settings are."""
+
+    name: str
+    section: str
+    settings: ActorConfig | PlacedConfig
+
+    @property
+    def trained(self) -> bool:
+        return hasattr(self.settings, "optimizer")
+
+    @property
+    def evaluation_budget(self) -> int:
+        """Token budget of a micro-batch without gradients."""
+        return next(value for name, value in vars(self.settings).items() if name.endswith("_max_tokens_per_micro_batch"))
+
+    @property
+    def own_ranks(self) -> int | None:
+        """Ranks that this role has alone; None where it lives on the actor's."""
+        return self.settings.ranks if isinstance(self.settings, PlacedConfig) else None
+
+
+def model_roles(config: Config) -> list[ModelRole]:
+    """The roles of the run that have a model; the actor comes first."""
+    roles = [ModelRole("actor", "actor", config.actor)]
+    if uses_reference(config):
+        roles.append(ModelRole("reference", "reference", config.reference))
+    return roles
