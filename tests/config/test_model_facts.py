@@ -47,7 +47,7 @@ def test_a_sliding_window_limits_the_sequence(tmp_path: Path) -> None:
     unlimited = read_model_facts(str(write_model(tmp_path / "n", model_type="mistral", sliding_window=None)))
     assert unlimited.window is None and unlimited.longest_sequence == 8192
     config = config_of(data__max_prompt_length=600, rollout__max_response_length=500)
-    assert any("1100: longer than the 1000 tokens of the sliding window of" in p for p in length_problems(config, facts, True, False))
+    assert any("1100: longer than the 1000 tokens of the sliding window of" in p for p in length_problems(config, facts, {}))
     assert not any("window" in p for p in length_problems(config, unlimited, True, False))
 
 
