@@ -1,16 +1,26 @@
-"""What an algorithm is: a dataflow over worker-group verbs, the token loss its actor minimises, and the roles it needs."""
+"""What an algorithm is: a dataflow over worker-group verbs, the roles it needs, and the loss that each trained role minimises."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
+from hybridflow.algorithms.kl_control import KLController
 from hybridflow.cluster.sharded import ShardedBatch
 from hybridflow.cluster.worker_group import RoleHandle
-from hybridflow.config.schema import AlgorithmConfig, Config
+from hybridflow.config.algorithms import ALGORITHMS
+from hybridflow.config.schema import Config
 from hybridflow.engine.loss_types import TokenLoss
 from hybridflow.observe.timer import PhaseTimer
+
+
+class Controller(Protocol):
+    """A number an algorithm steers from step to step; its state belongs into a checkpoint."""
+
+    def state_dict(self) -> dict[str, float]: ...
+
+    def load_state_dict(self, state: dict[str, float]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -20,6 +30,10 @@ class Prompts:
     batch: ShardedBatch
     texts: dict[int, str]
     columns: dict[int, dict[str, Any]]
+
+    def __or__(self, other: Prompts) -> Prompts:
+        """Both draws, this one first."""
+        return Prompts(ShardedBatch.cat([self.batch, other.batch]), self.texts | other.texts, self.columns | other.columns)
 
 
 @dataclass
@@ -31,22 +45,49 @@ class Flow:
     actor: RoleHandle
     reference: RoleHandle | None = None
     reward: RoleHandle | None = None
+    draw: Callable[[int], Prompts] | None = None  # so many further prompts, for steps that replace some of theirs
+    controllers: dict[str, Controller] = field(default_factory=dict)
     step: int = 0  # number of the current step, from 1
     version: int = 0  # stamp of the weights the rollout engine holds
+
+    def state_dict(self) -> dict[str, dict[str, float]]:
+        """The state of the controllers, by name."""
+        return {name: controller.state_dict() for name, controller in self.controllers.items()}
+
+    def load_state_dict(self, state: dict[str, dict[str, float]]) -> None:
+        """Continue with the state of a saved run. Raises KeyError for a controller the checkpoint does not have."""
+        for name, controller in self.controllers.items():
+            controller.load_state_dict(state[name])
 
 
 @dataclass
 class StepOutput:
-    """Result of one step: the batch with every column the flow made, and the step's metrics."""
+    """Result of one step: the batch with every column the flow made, the step's metrics, and the prompts it came to use."""
 
     batch: ShardedBatch
     metrics: dict[str, float] = field(default_factory=dict)
+    prompts: Prompts | None = None  # None: those it was given
+
+
+def kl_controllers(config: Config) -> dict[str, Controller]:
+    """The KL coefficient alone."""
+    return {"kl": KLController(config.algorithm)}
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """`step(flow, prompts)` runs the dataflow on one draw of prompts."""
+    """`step(flow, prompts)` runs the dataflow on one draw of prompts.
+
+    losses: for each trained role, what makes its token loss from the configuration. controllers: makes what Flow.controllers
+    holds. What a run needs beside that (roles, generation, limits of settings) is declared in config/algorithms.py.
+    """
 
     name: str
     step: Callable[[Flow, Prompts], StepOutput]
-    token_loss: Callable[[AlgorithmConfig], TokenLoss]
+    losses: dict[str, Callable[[Config], TokenLoss]]
+    controllers: Callable[[Config], dict[str, Controller]] = kl_controllers
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The roles every run of it holds; the reference comes on top where a setting asks for it (config/roles.py: uses_reference)."""
+        return ALGORITHMS[self.name].roles

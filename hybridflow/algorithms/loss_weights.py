@@ -14,14 +14,16 @@ AGGREGATIONS = ("token_mean", "seq_mean", "constant")
 def loss_weights(length_B: torch.Tensor, aggregation: str, *, max_length: int) -> torch.Tensor:
     """[B] float64: the weight of each trained token of row i, so that the loss is sum_i sum_t weight_i * loss_it.
 
-    length_B: [B] int64 trained tokens of each row. token_mean: 1 / all tokens. seq_mean: 1 / (rows * tokens of the row),
-    where rows counts those with at least one token. constant: 1 / (B * max_length) (Dr. GRPO, arXiv 2503.20783).
+    length_B: [B] int64 trained tokens of each row; a row with none weighs 0. token_mean: 1 / all trained tokens. seq_mean:
+    1 / (rows * tokens of the row), where rows counts those with a trained token. constant: 1 / (B * max_length), whatever the
+    lengths are (Dr. GRPO, arXiv 2503.20783).
     """
     if aggregation == "token_mean":
-        return torch.full(length_B.shape, 1.0 / max(int(length_B.sum()), 1), dtype=torch.float64)
-    if aggregation == "seq_mean":
-        rows = max(int((length_B > 0).sum()), 1)
-        return 1.0 / (rows * length_B.clamp(min=1).double())
-    if aggregation == "constant":
-        return torch.full(length_B.shape, 1.0 / (len(length_B) * max_length), dtype=torch.float64)
-    raise ValueError(f"loss aggregation {aggregation!r} is none of {AGGREGATIONS}")
+        weight_B = torch.full(length_B.shape, 1.0 / max(int(length_B.sum()), 1), dtype=torch.float64)
+    elif aggregation == "seq_mean":
+        weight_B = 1.0 / (max(int((length_B > 0).sum()), 1) * length_B.clamp(min=1).double())
+    elif aggregation == "constant":
+        weight_B = torch.full(length_B.shape, 1.0 / (len(length_B) * max_length), dtype=torch.float64)
+    else:
+        raise ValueError(f"loss aggregation {aggregation!r} is none of {AGGREGATIONS}")
+    return torch.where(length_B > 0, weight_B, 0.0)

@@ -13,11 +13,15 @@ from hybridflow.data.units import unit_rows, units_in
 
 
 def weigh(batch: ShardedBatch, config: Config) -> ShardedBatch:
-    """Adds loss_weight (by algorithm.loss_aggregation) and metric_weight (1 / trained tokens) for this mini-batch."""
-    length_B = batch["response_length"]
-    limit = config.rollout.max_response_length
+    """Adds loss_weight (by algorithm.loss_aggregation) and metric_weight (1 / trained tokens) for this mini-batch.
+
+    A row whose column `trained` is 0 weighs 0, and its tokens count in no denominator.
+    """
+    trained_B = batch["trained"] if "trained" in batch else torch.ones(len(batch), dtype=torch.int64)
+    length_B, limit = batch["response_length"] * trained_B, config.rollout.max_response_length
     weight_B = loss_weights(length_B, config.algorithm.loss_aggregation, max_length=limit)
-    return batch.with_columns(loss_weight=weight_B, metric_weight=loss_weights(length_B, "token_mean", max_length=limit))
+    metric_B = loss_weights(length_B, "token_mean", max_length=limit)
+    return batch.with_columns(loss_weight=weight_B, metric_weight=metric_B)
 
 
 def mini_batches(batch: ShardedBatch, config: Config, step: int) -> Iterator[ShardedBatch]:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import difflib
 
 from hybridflow.algorithms.base import Algorithm
-from hybridflow.algorithms.grpo import GRPO
+from hybridflow.algorithms.dapo import DAPO
+from hybridflow.algorithms.grpo import CISPO, DR_GRPO, GRPO, GSPO, REINFORCE_PP_BASELINE, RLOO
+from hybridflow.algorithms.reinforce_pp import REINFORCE_PP
+from hybridflow.algorithms.remax import REMAX
 from hybridflow.algorithms.sft import SFT
 from hybridflow.errors import ConfigError
 
-ALGORITHMS: dict[str, Algorithm] = {algorithm.name: algorithm for algorithm in (GRPO, SFT)}
+_ALL = (GRPO, DR_GRPO, RLOO, REMAX, REINFORCE_PP, REINFORCE_PP_BASELINE, DAPO, GSPO, CISPO, SFT)
+ALGORITHMS: dict[str, Algorithm] = {algorithm.name: algorithm for algorithm in _ALL}
 
 
 def get_algorithm(name: str) -> Algorithm:

@@ -16,4 +16,4 @@ def sft_step(flow: Flow, prompts: Prompts) -> StepOutput:
     return StepOutput(prompts.batch, mean_of(updates) | {"response_length/mean": lengths.mean().item()})
 
 
-SFT = Algorithm("sft", sft_step, supervised_loss)
+SFT = Algorithm("sft", sft_step, {"actor": supervised_loss})

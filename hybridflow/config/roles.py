@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hybridflow.config.algorithms import ALGORITHMS, GENERATING
 from hybridflow.config.schema import ActorConfig, Config, PlacedConfig
-
-GENERATING = ("grpo",)  # algorithms that generate and score; the others train on given responses
 
 
 def generates(config: Config) -> bool:
@@ -16,7 +15,9 @@ def generates(config: Config) -> bool:
 
 def uses_reference(config: Config) -> bool:
     """True if the run holds a frozen reference policy."""
-    return generates(config) and (config.algorithm.kl_coef > 0 or config.algorithm.track_kl)
+    facts = ALGORITHMS.get(config.algorithm.name)
+    wanted = facts.reference if facts else "never"
+    return wanted == "always" or (wanted == "kl" and (config.algorithm.kl_coef > 0 or config.algorithm.track_kl))
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,6 +11,8 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from hybridflow.config.algorithms import NAMES
+
 
 def setting(default: Any, **limits: Any) -> Any:
     """A field with a declared range: `choices` (tuple of text), `minimum` / `maximum` (inclusive), `above` / `below` (exclusive)."""
@@ -118,19 +120,36 @@ class RewardConfig:
 
 @dataclass
 class AlgorithmConfig:
-    name: str = setting("grpo", choices=("grpo", "sft"))  # a name of hybridflow.algorithms.registry
+    name: str = setting("grpo", choices=NAMES)  # algorithm=NAME also takes the settings of configs/algorithm/NAME.yaml
     update_epochs: int = setting(1, minimum=1)  # passes over one rollout
     mini_batch_size: int | None = setting(None, minimum=1)  # responses per optimizer step; null: all of the rollout
-    clip_low: float = setting(0.2, above=0, below=1)  # ratio >= 1 - clip_low
+    # scale of group advantages: the group's standard deviation, the batch's, or none
+    advantage_norm: str = setting("group", choices=("group", "batch", "none"))
+    gamma: float = setting(1.0, above=0, maximum=1)  # discount per token where advantages are made token by token
+    # clip: clipped surrogate of PPO; cispo: clipped weight, no gradient through it
+    policy_loss: str = setting("clip", choices=("clip", "cispo"))
+    ratio: str = setting("token", choices=("token", "sequence"))  # sequence: geometric mean over the response (GSPO)
+    clip_low: float = setting(0.2, above=0, maximum=1)  # ratio >= 1 - clip_low
     clip_high: float = setting(0.2, above=0)  # ratio <= 1 + clip_high
-    normalize_std: bool = True  # divide group advantages by the group's standard deviation
+    dual_clip: float | None = setting(None, above=1)  # with a negative advantage A the loss is at most -dual_clip A; null: no bound
     kl_coef: float = setting(0.0, minimum=0)  # 0: no reference role unless track_kl
     kl_in: str = setting("loss", choices=("loss", "reward"))  # where the penalty enters
     kl_estimator: str = setting("k3", choices=("k1", "k2", "k3"))
+    kl_target: float | None = setting(None, above=0)  # nats per token that kl_coef is steered to (kl_in=reward); null: kl_coef is fixed
+    kl_horizon: int = setting(10000, minimum=1)  # responses over which kl_coef changes by at most 20 %
     track_kl: bool = False  # keep the reference role for the metric even with kl_coef=0
     entropy_coef: float = setting(0.0, minimum=0)  # added to the objective (raises entropy)
     # token_mean, seq_mean (mean of each response's mean) or constant (sum / (B * max_response_length))
     loss_aggregation: str = setting("token_mean", choices=("token_mean", "seq_mean", "constant"))
+    # weight w = trainer / rollout probability of what was sampled. none: measured only; truncate: min(w, bound); mask: 0 outside
+    # [1 / bound, bound]
+    importance_correction: str = setting("none", choices=("none", "truncate", "mask"))
+    importance_level: str = setting("token", choices=("token", "sequence"))  # sequence: product over the response
+    importance_bound: float = setting(2.0, above=1)
+    mask_truncated: bool = False  # responses that hit rollout.max_response_length are not trained on
+    overlong_buffer: int = setting(0, minimum=0)  # last tokens of rollout.max_response_length over which a penalty grows; 0: off
+    overlong_penalty: float = setting(1.0, minimum=0)  # taken off the reward of a response of full length
+    max_refills: int = setting(0, minimum=0)  # DAPO: further draws of prompts in place of groups with equal rewards; 0: keep them
 
 
 @dataclass

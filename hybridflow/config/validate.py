@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 
+from hybridflow.config.algorithm_rules import algorithm_problems
 from hybridflow.config.batch_rules import batch_problems, engine_problems, length_problems
 from hybridflow.config.layout_rules import generation_layout_problems, training_layout_problems, vocabulary_problems
 from hybridflow.config.model_facts import ModelFacts
@@ -30,7 +31,8 @@ def validate(config: Config, world: int, facts: ModelFacts | None, others: Mappi
     problems = missing_problems(config, required_keys(config)) + in_range
     if config.engine_type == "fsdp":
         problems.append("engine_type=fsdp: the FSDP engine is not available in this version; use engine_type=megatron.")
-    rules: list[Callable[[], list[str]]] = [lambda: _name_problems(config), lambda: _optimizer_problems(config)]
+    rules: list[Callable[[], list[str]]] = [lambda: _name_problems(config), lambda: _optimizer_problems(config),
+                                            lambda: algorithm_problems(config)]
     if generates(config):
         rules += [lambda: _sampling_problems(config), lambda: _reward_problems(config)]
     else:
@@ -101,9 +103,6 @@ def _sampling_problems(config: Config) -> list[str]:
         problems.append(f"rollout.top_p={rollout.top_p}: training samples without a cut ({reason}); use 1.0.")
     if rollout.top_k > 0:
         problems.append(f"rollout.top_k={rollout.top_k}: training samples without a cut ({reason}); use -1.")
-    if config.algorithm.name == "grpo" and rollout.n == 1:
-        problems.append("rollout.n=1 with algorithm.name=grpo: the baseline is the mean of the prompt's group, so every advantage "
-                        "would be 0; use 2 or more.")
     if any(not text for text in rollout.stop):
         problems.append(f"rollout.stop={rollout.stop}: an empty string would end every response; remove it.")
     return problems

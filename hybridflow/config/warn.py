@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hybridflow.config.algorithm_rules import unread_settings
 from hybridflow.config.batch_rules import GIB, kv_bytes_per_token, longest_sequence, rows_per_step
 from hybridflow.config.model_facts import ModelFacts
 from hybridflow.config.roles import generates
@@ -10,7 +11,7 @@ from hybridflow.config.schema import Config
 
 def warnings(config: Config) -> list[str]:
     """What a user should know about a valid configuration."""
-    return _schedule(config) + _validation(config) + (_kl(config) if generates(config) else [])
+    return _schedule(config) + _validation(config) + unread_settings(config) + (_kl(config) if generates(config) else [])
 
 
 def sequence_warning(config: Config, sequences_per_replica: int, facts: ModelFacts | None = None) -> list[str]:

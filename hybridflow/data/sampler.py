@@ -47,10 +47,10 @@ class PromptSampler:
         """Batches until every prompt was drawn `epochs` times; the last one may reach into the next epoch."""
         return -(-self.size * epochs // self.batch_size)
 
-    def next(self) -> Draw:
-        """The next batch."""
-        positions = range(self.consumed, self.consumed + self.batch_size)
-        self.consumed += self.batch_size
+    def next(self, count: int | None = None) -> Draw:
+        """The next batch, or the next `count` prompts."""
+        positions = range(self.consumed, self.consumed + (count or self.batch_size))
+        self.consumed = positions.stop
         return Draw([self._row(position) for position in positions], list(positions))
 
     def _row(self, position: int) -> int:

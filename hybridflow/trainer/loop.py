@@ -7,7 +7,7 @@ import math
 import time
 from dataclasses import dataclass
 
-from hybridflow.algorithms.base import Flow, StepOutput
+from hybridflow.algorithms.base import Flow, Prompts, StepOutput
 from hybridflow.algorithms.summary import prompt_and_response_tokens
 from hybridflow.config.roles import generates
 from hybridflow.errors import NumericsError, RunIncompleteError
@@ -37,7 +37,8 @@ class Trainer:
         self.prepared, self.config, self.roles, self.journal = prepared, prepared.config, roles, journal
         self.rl = generates(self.config)
         self.timer = PhaseTimer(on_phase=journal.phase)
-        self.flow = Flow(self.config, self.timer, roles.actor, roles.get("reference"), roles.get("reward"))
+        self.flow = Flow(self.config, self.timer, roles.actor, roles.get("reference"), roles.get("reward"), draw=self._draw,
+                         controllers=prepared.algorithm.controllers(self.config))
         self.history: list[dict[str, float]] = []
 
     def run(self) -> RunResult:
@@ -51,8 +52,7 @@ class Trainer:
         return RunResult(steps, self.history)
 
     def _step(self, step: int) -> None:
-        drawn = self.prepared.sampler.next()
-        prompts = draw(self.prepared.train, drawn.indices, drawn.instance_ids)
+        prompts = self._draw(self.config.data.train_batch_size)
         self.flow.step = step
         metrics: dict[str, float] = {}
         if self.rl:
@@ -60,13 +60,18 @@ class Trainer:
         if self._validates_before(step):
             self.journal.validation(step - 1, self._validate())
         output = self.prepared.algorithm.step(self.flow, prompts)
-        samples = self.journal.sample_rollouts(step, output.batch, prompts) if self.rl else []
+        samples = self.journal.sample_rollouts(step, output.batch, output.prompts or prompts) if self.rl else []
         metrics |= output.metrics | self.timer.finish_step()
         seconds = metrics["seconds/total"] - metrics.get("seconds/validate", 0.0)
         metrics["tokens_per_second"] = prompt_and_response_tokens(output.batch) / seconds
         self._check(step, metrics, output)
         self.history.append(metrics)
         self.journal.step(step, metrics, samples)
+
+    def _draw(self, count: int) -> Prompts:
+        """The sampler's next prompts."""
+        drawn = self.prepared.sampler.next(count)
+        return draw(self.prepared.train, drawn.indices, drawn.instance_ids)
 
     def _enter_generation(self) -> dict[str, float]:
         """Give the rollout engine the current weights under a new version."""

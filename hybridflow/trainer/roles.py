@@ -71,7 +71,7 @@ def pools_of(placed: Placement, cluster: Cluster) -> dict[str, ResourcePool]:
 def model_definitions(prepared: Prepared) -> dict[str, Definition]:
     """Worker class and arguments of every role that has a model."""
     config = prepared.config
-    loss = prepared.algorithm.token_loss(config.algorithm)
+    loss = prepared.algorithm.losses[ACTOR](config)
     actor = ActorRolloutWorker if generates(config) else ActorWorker
     found: dict[str, Definition] = {ACTOR: (actor, {"config": config, "loss": loss, "total_steps": prepared.optimizer_steps})}
     if uses_reference(config):

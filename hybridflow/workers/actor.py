@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+import torch.distributed as dist
 
 from hybridflow.cluster.context import WorkerContext
 from hybridflow.cluster.protocols import Protocol, register
@@ -11,6 +14,8 @@ from hybridflow.data.batch import Batch, Ragged
 from hybridflow.engine.loss_types import TokenLoss
 from hybridflow.models.checkpoint import export
 from hybridflow.workers.build import build_engine
+
+AdvantageEstimator = Callable[[Batch, Callable[[torch.Tensor], torch.Tensor]], Batch]
 
 
 class ActorWorker:
@@ -25,14 +30,25 @@ class ActorWorker:
         """Log-probs of the responses under the current weights.
 
         Adds old_log_prob (Ragged float32) and, per row, log_prob_sum, entropy_sum and, where the rollout's log-probs are there,
-        gap_sum and gap_max of |rollout - trainer log-prob|.
+        the columns of mismatch_columns.
         """
         result = self.engine.log_probs(batch, temperature=self.config.rollout.temperature, entropy=True,
                                        token_budget=self.config.actor.log_prob_max_tokens_per_micro_batch)
         columns = {"old_log_prob": result["log_prob"], "log_prob_sum": result["log_prob"].sums(), "entropy_sum": result["entropy"].sums()}
         if "rollout_log_prob" in batch:
-            columns |= gap_columns(batch["rollout_log_prob"], result["log_prob"])
+            columns |= mismatch_columns(batch["rollout_log_prob"], result["log_prob"])
         return Batch(columns)
+
+    @register(Protocol.DP)
+    def compute_advantage(self, batch: Batch, *, estimator: AdvantageEstimator) -> Batch:
+        """Token-level advantages of this rank's rows. `estimator(batch, sum_over_ranks)` makes the columns; sums over ranks count a row
+        once for each rank that holds it, which is the same number for all rows."""
+        return estimator(batch, self._sum_over_ranks)
+
+    def _sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
+        total = values.to(self.engine.device.torch_device)
+        dist.all_reduce(total)
+        return total.to(values.device)
 
     @register(Protocol.DP)
     def update_actor(self, batch: Batch) -> dict[str, float]:
@@ -48,8 +64,11 @@ class ActorWorker:
                tensors=self.engine.parameters())
 
 
-def gap_columns(rollout: Ragged, trainer: Ragged) -> dict[str, torch.Tensor]:
-    """Per row: sum and maximum of |rollout - trainer log-prob| over its tokens (0 for an empty row)."""
-    gap = Ragged((rollout.values - trainer.values).abs(), rollout.lengths)
+def mismatch_columns(rollout: Ragged, trainer: Ragged) -> dict[str, torch.Tensor]:
+    """Per row, 0 for an empty one, with the log-ratio d = trainer - rollout log-prob of each token: gap_sum and gap_max of |d|,
+    log_ratio_sum of d, ratio_sum of exp(d)."""
+    log_ratio = Ragged(trainer.values - rollout.values, rollout.lengths)
+    gap = Ragged(log_ratio.values.abs(), rollout.lengths)
     largest = torch.zeros(len(gap)).scatter_reduce_(0, gap.row_ids(), gap.values, "amax")
-    return {"gap_sum": gap.sums(), "gap_max": largest}
+    return {"gap_sum": gap.sums(), "gap_max": largest, "log_ratio_sum": log_ratio.sums(),
+            "ratio_sum": Ragged(log_ratio.values.exp(), rollout.lengths).sums()}

@@ -82,7 +82,7 @@ def test_errors_of_the_command_line(check: Callable[..., Checked]) -> None:
 
 def test_help_and_print_config(check: Callable[..., Checked]) -> None:
     code, out, _ = check("--help")
-    assert code == 0 and "usage: python launch/check.py" in out and "grpo, sft" in out and len(out.splitlines()) < 40
+    assert code == 0 and "usage: python launch/check.py" in out and ", grpo, gspo, " in out and len(out.splitlines()) < 40
     code, out, _ = check("--print_config", "rollout.n=3")
     assert code == 0 and "n: 3  # command line" in out
 

@@ -7,9 +7,9 @@ import re
 import pytest
 
 from hybridflow.config import keys
+from hybridflow.config.algorithms import GENERATING
 from hybridflow.config.help import help_text
 from hybridflow.config.load import CONFIG_DIR, choices, group_names, load_config
-from hybridflow.config.roles import GENERATING
 from hybridflow.config.validate import range_problems
 
 ROOT = CONFIG_DIR.parent

@@ -25,7 +25,7 @@ def test_the_complete_configuration_is_valid() -> None:
 RULES: list[tuple[int, ModelFacts | None, Changes, list[str], Changes]] = [
     # ranges and choices
     (1, None, {"algorithm__kl_in": "los"}, ["algorithm.kl_in=los", "did you mean loss?", "reward"], {"algorithm__kl_in": "loss"}),
-    (1, None, {"algorithm__name": "gpro"}, ["algorithm.name=gpro", "did you mean grpo?"], {"algorithm__name": "grpo"}),
+    (1, None, {"algorithm__name": "rlo"}, ["algorithm.name=rlo", "did you mean rloo?"], {"algorithm__name": "rloo"}),
     (1, None, {"actor__model__dtype": "bf16"}, ["actor.model.dtype=bf16", "bfloat16"], {"actor__model__dtype": "bfloat16"}),
     (1, None, {"actor__recompute": "fully"}, ["actor.recompute=fully", "did you mean full?"], {"actor__recompute": "full"}),
     (1, None, {"cluster__device": "gpu"}, ["cluster.device=gpu", "cuda"], {"cluster__device": "cuda"}),
@@ -33,7 +33,7 @@ RULES: list[tuple[int, ModelFacts | None, Changes, list[str], Changes]] = [
     (1, None, {"actor__optimizer__lr": float("nan")}, ["actor.optimizer.lr=nan", "finite"], {"actor__optimizer__lr": 1e-9}),
     (1, None, {"actor__optimizer__beta2": 1.0}, ["actor.optimizer.beta2=1.0", "below 1"], {"actor__optimizer__beta2": 0.0}),
     (1, None, {"rollout__n": 0}, ["rollout.n=0", "at least 1"], {"rollout__n": 2}),
-    (1, None, {"algorithm__clip_low": 1.0}, ["algorithm.clip_low=1.0", "below 1"], {"algorithm__clip_low": 0.99}),
+    (1, None, {"algorithm__clip_low": 1.01}, ["algorithm.clip_low=1.01", "at most 1"], {"algorithm__clip_low": 1.0}),
     (1, None, {"algorithm__kl_coef": -0.1}, ["algorithm.kl_coef=-0.1", "at least 0"], {"algorithm__kl_coef": 0.1}),
     (1, None, {"trainer__steps": 0}, ["trainer.steps=0", "at least 1"], {"trainer__steps": 1}),
     (1, None, {"reward__timeout_seconds": 0.0}, ["reward.timeout_seconds=0.0", "above 0"], {"reward__timeout_seconds": 0.1}),

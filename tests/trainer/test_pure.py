@@ -13,7 +13,7 @@ import torch
 from hybridflow.algorithms.minibatch import fill, mini_batches
 from hybridflow.algorithms.registry import ALGORITHMS, get_algorithm
 from hybridflow.cluster.sharded import ShardedBatch
-from hybridflow.config.roles import GENERATING
+from hybridflow.config.algorithms import GENERATING
 from hybridflow.config.schema import AlgorithmConfig, Config
 from hybridflow.data.batch import Batch, Ragged
 from hybridflow.data.prompts import PromptDataset
@@ -110,8 +110,8 @@ def test_algorithms_are_those_the_settings_know() -> None:
     assert set(ALGORITHMS) == set(field.metadata["choices"])
     assert set(GENERATING) <= set(ALGORITHMS)
     assert all(ALGORITHMS[name].name == name for name in ALGORITHMS)
-    with pytest.raises(ConfigError, match="gpro.*did you mean 'grpo'.*sft"):
-        get_algorithm("gpro")
+    with pytest.raises(ConfigError, match="rlo'.*did you mean 'rloo'.*sft"):
+        get_algorithm("rlo")
 
 
 @pytest.fixture

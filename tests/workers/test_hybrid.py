@@ -45,7 +45,7 @@ def cluster() -> Iterator[Cluster]:
 @pytest.fixture
 def actor(cluster: Cluster, config: Config) -> Iterator[RoleHandle]:
     """A fresh worker for each test: the first failure ends a group."""
-    roles = {"actor": (ActorRolloutWorker, {"config": config, "loss": policy_loss(config.algorithm), "total_steps": 1})}
+    roles = {"actor": (ActorRolloutWorker, {"config": config, "loss": policy_loss(config), "total_steps": 1})}
     layout = Layout(1)
     group = cluster.worker_group(roles, layout=layout, generation=generation_layout(layout, 1))
     yield group.role("actor")

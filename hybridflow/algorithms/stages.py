@@ -1,0 +1,107 @@
+"""The stages that dataflows of reinforcement learning are put together from: each is one or two verbs, timed.
+
+A batch has one row per response. The controller sees its small columns; token columns stay with the workers.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hybridflow.algorithms.advantages import overlong_penalty, zero_variance_share
+from hybridflow.algorithms.base import Flow, Prompts, StepOutput
+from hybridflow.algorithms.minibatch import mini_batches
+from hybridflow.algorithms.summary import mean_of, rollout_metrics
+from hybridflow.algorithms.token_advantages import TokenAdvantages
+from hybridflow.cluster.sharded import ShardedBatch
+from hybridflow.cluster.worker_group import Future
+from hybridflow.config.schema import Config
+from hybridflow.data.batch import FINISH_LENGTH
+
+
+def sample(flow: Flow, prompts: Prompts, *, greedy: bool = False) -> ShardedBatch:
+    """rollout.n responses to each prompt, or the greedy one. Adds response_ids, rollout_log_prob, lengths, finish_reason."""
+    rollout = flow.config.rollout
+    n, temperature = (1, 0.0) if greedy else (rollout.n, rollout.temperature)
+    with flow.timer.phase("generate"):
+        return flow.actor.generate_sequences(prompts.batch, step=flow.step, version=flow.version, n=n, temperature=temperature).get()
+
+
+def leave_generation(flow: Flow) -> None:
+    """Put the generation engine to sleep and bring the optimizer back."""
+    with flow.timer.phase("to_training"):
+        flow.actor.leave_generation().get()
+
+
+def start_rewards(flow: Flow, batch: ShardedBatch, prompts: Prompts) -> Future:
+    """Scores of the responses, computed in CPU processes beside what comes next."""
+    return flow.reward.compute_reward(batch, texts=prompts.texts, columns=prompts.columns)
+
+
+def add_log_probs(flow: Flow, batch: ShardedBatch) -> ShardedBatch:
+    """Adds old_log_prob (the trainer's, under the weights that sampled), and where there is a reference ref_log_prob and kl_sum."""
+    with flow.timer.phase("log_prob"):
+        batch = batch.union(flow.actor.compute_log_prob(batch).get())
+    if flow.reference is not None:
+        with flow.timer.phase("reference"):
+            batch = batch.union(flow.reference.compute_ref_log_prob(batch).get())
+    return batch
+
+
+def add_rewards(flow: Flow, batch: ShardedBatch, rewards: Future) -> tuple[ShardedBatch, dict[str, float]]:
+    """Adds reward (what was scored; NaN: nobody scored it), score (what the policy is trained on) and trained (int64, 0 or 1)."""
+    with flow.timer.phase("reward"):
+        scores, (counts,) = rewards.get()
+    batch = batch.union(scores)
+    return batch.with_columns(score=shaped(batch, flow.config), trained=trained_rows(batch, flow.config)), counts
+
+
+def shaped(batch: ShardedBatch, config: Config) -> torch.Tensor:
+    """[B] float64: the reward less the penalty for coming near the length limit."""
+    algorithm = config.algorithm
+    return batch["reward"].double() + overlong_penalty(batch["response_length"], max_length=config.rollout.max_response_length,
+                                                       buffer=algorithm.overlong_buffer, penalty=algorithm.overlong_penalty)
+
+
+def trained_rows(batch: ShardedBatch, config: Config) -> torch.Tensor:
+    """[B] int64: 0 for a response without a score, and with algorithm.mask_truncated for one that was cut off."""
+    trained_B = ~batch["reward"].isnan()
+    if config.algorithm.mask_truncated:
+        trained_B &= batch["finish_reason"] != FINISH_LENGTH
+    return trained_B.long()
+
+
+def penalised(flow: Flow, batch: ShardedBatch) -> torch.Tensor:
+    """[B] float64: the score less coefficient * KL of the whole response when the penalty is in the reward."""
+    if flow.config.algorithm.kl_in == "reward" and "kl_sum" in batch:
+        return batch["score"] - flow.controllers["kl"].coefficient * batch["kl_sum"].double()
+    return batch["score"]
+
+
+def add_token_advantages(flow: Flow, batch: ShardedBatch, *, lam: float) -> ShardedBatch:
+    """Adds advantage per token (and returns, where the batch has values), whitened over the batch; computed by the actor's ranks."""
+    algorithm = flow.config.algorithm
+    kl_coef = flow.controllers["kl"].coefficient if algorithm.kl_in == "reward" and flow.reference is not None else 0.0
+    names = ("reward", "score", "trained", "old_log_prob", "ref_log_prob", "values", "token_reward", "prompt_length", "response_length")
+    needed = batch.only(*(name for name in names if name in batch))
+    estimator = TokenAdvantages(algorithm.gamma, lam, kl_coef, algorithm.kl_estimator)
+    with flow.timer.phase("advantage"):
+        return batch.union(flow.actor.compute_advantage(needed, estimator=estimator).get())
+
+
+def update_actor(flow: Flow, batch: ShardedBatch) -> dict[str, float]:
+    """All optimizer steps of the rollout; returns the mean of their metrics."""
+    with flow.timer.phase("update"):
+        return mean_of([flow.actor.update_actor(mini).first() for mini in mini_batches(batch, flow.config, flow.step)])
+
+
+def finish(flow: Flow, batch: ShardedBatch, *metrics: dict[str, float], prompts: Prompts | None = None) -> StepOutput:
+    """The step's result; the KL controller learns of the step."""
+    measured = rollout_metrics(batch, flow.config) | {"groups/zero_variance": zero_variance_share(batch["reward"], batch["prompt_id"])}
+    if flow.config.algorithm.kl_in == "reward" and "kl_sum" in batch:
+        controller = flow.controllers["kl"]
+        measured["kl_coef"] = controller.coefficient
+        controller.update(measured["kl"], len(batch))
+    for more in metrics:
+        measured |= more
+    return StepOutput(batch, measured, prompts)
+

@@ -1,0 +1,39 @@
+"""What workers run to make token-level advantages from their rows: token tensors never pass through the controller."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hybridflow.algorithms.kl import kl_estimate
+from hybridflow.algorithms.returns import SumOverRanks, discounted_returns, gae, token_rewards, whiten
+from hybridflow.data.batch import Batch, Ragged
+
+
+@dataclass(frozen=True)
+class TokenAdvantages:
+    """Per-token advantages of the rows of one data-parallel rank: the argument of the verb ActorWorker.compute_advantage.
+
+    The reward of a token is token_reward (or the whole reward on the last token), what shaping changed on the last token, and
+    -kl_coef * KL of the token when the penalty is in the reward. Without `values` in the batch advantages are discounted returns
+    (REINFORCE++); with them GAE, which adds `returns` as well. Both are whitened over all ranks' trained tokens.
+    """
+
+    gamma: float
+    lam: float
+    kl_coef: float  # 0: no penalty in the reward
+    kl_estimator: str
+
+    def __call__(self, batch: Batch, sum_over_ranks: SumOverRanks) -> Batch:
+        """batch: reward, score, trained [B]; response_ids or any ragged column for lengths; old_log_prob, ref_log_prob, values,
+        token_reward where they are used. Returns advantage (and with values, returns): Ragged float32, 0 in rows not trained on."""
+        lengths_B = batch["old_log_prob"].lengths
+        reward_B, score_B = batch["reward"].nan_to_num(nan=0.0), batch["score"].nan_to_num(nan=0.0)
+        mask = Ragged(batch["trained"].bool().repeat_interleave(lengths_B), lengths_B)
+        rewards = token_rewards(score_B, lengths_B, batch["token_reward"] if "token_reward" in batch else None, reward_B, mask)
+        if self.kl_coef > 0:
+            kl_T = kl_estimate(batch["old_log_prob"].values, batch["ref_log_prob"].values, self.kl_estimator)
+            rewards = Ragged(rewards.values - self.kl_coef * kl_T, lengths_B)
+        if "values" not in batch:
+            return Batch({"advantage": whiten(discounted_returns(rewards, self.gamma, mask), sum_over_ranks, mask)})
+        advantages, returns = gae(rewards, batch["values"], gamma=self.gamma, lam=self.lam, mask=mask)
+        return Batch({"advantage": whiten(advantages, sum_over_ranks, mask), "returns": returns})

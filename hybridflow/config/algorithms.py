@@ -1,0 +1,51 @@
+"""What the configuration knows of each algorithm: the one list of names, and what a run of it needs.
+
+hybridflow/algorithms/registry.py has a dataflow for each of them (a test ties the two). This module imports no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ROLLOUT = ("actor", "reward")  # roles of an algorithm that generates and scores
+
+
+@dataclass(frozen=True)
+class AlgorithmFacts:
+    """roles: those every run of it holds. reference: when the frozen reference policy is held as well: "never", "always", or
+    "kl" (when a KL setting asks for it). min_n: least rollout.n, and why. unread: settings of `algorithm.` it does not read."""
+
+    roles: tuple[str, ...]
+    generates: bool = True
+    reference: str = "kl"
+    min_n: int = 1
+    min_n_reason: str = ""
+    unread: tuple[str, ...] = ()
+
+
+_GROUP = "the baseline comes from the other responses to the prompt, so every advantage would be 0"
+_REFILL = ("max_refills",)
+_OF_TOKENS = ("gamma",)  # read where advantages are made token by token
+_OF_POLICY = ("clip_low", "clip_high", "advantage_norm", "policy_loss", "ratio", "dual_clip", "entropy_coef", "mask_truncated",
+              "overlong_buffer", "importance_correction", "kl_target")
+
+
+def _group(*unread: str) -> AlgorithmFacts:
+    return AlgorithmFacts(ROLLOUT, min_n=2, min_n_reason=_GROUP, unread=unread)
+
+
+ALGORITHMS: dict[str, AlgorithmFacts] = {
+    "grpo": _group(*_OF_TOKENS, *_REFILL),
+    "dr_grpo": _group(*_OF_TOKENS, *_REFILL),
+    "rloo": _group(*_OF_TOKENS, *_REFILL),
+    "remax": AlgorithmFacts(ROLLOUT, unread=("advantage_norm", *_OF_TOKENS, *_REFILL)),
+    "reinforce_pp": AlgorithmFacts(ROLLOUT, unread=("advantage_norm", *_REFILL)),
+    "reinforce_pp_baseline": _group(*_OF_TOKENS, *_REFILL),
+    "dapo": _group(*_OF_TOKENS),
+    "gspo": _group(*_OF_TOKENS, *_REFILL),
+    "cispo": _group(*_OF_TOKENS, *_REFILL),
+    "sft": AlgorithmFacts(("actor",), generates=False, reference="never", unread=(*_OF_POLICY, *_OF_TOKENS, *_REFILL)),
+}
+
+NAMES = tuple(ALGORITHMS)
+GENERATING = tuple(name for name, facts in ALGORITHMS.items() if facts.generates)
