@@ -60,7 +60,7 @@ def log_prob_and_entropy(
     return log_prob_N, entropy_N if entropy else None
 
 
-def _matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def matmul_float32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a @ b with a float32 result; on a GPU half-precision factors are never rounded on the way out."""
     if a.dtype == torch.float32:
         return a @ b
@@ -117,7 +117,7 @@ class _LogProb(torch.autograd.Function):
             grad.scatter_add_(1, local_N[part, None], onto_target[:, None])
             grad = grad.div_(ctx.temperature).to(hidden_NH.dtype)
             grad_hidden[part] = grad @ weight_VH[:size]
-            grad_weight[:size] += _matmul(grad.t(), hidden_NH[part])
+            grad_weight[:size] += matmul_float32(grad.t(), hidden_NH[part])
         return grad_hidden, grad_weight.to(weight_VH.dtype), None, None, None, None, None
 
 
@@ -127,7 +127,7 @@ def _chunks(count: int, chunk: int) -> list[slice]:
 
 def _logits(hidden: torch.Tensor, weight_VH: torch.Tensor, shard: VocabShard, temperature: float) -> torch.Tensor:
     """Logits of the real columns over the temperature, float32."""
-    return _matmul(hidden, weight_VH[: shard.size].t()).div_(temperature)
+    return matmul_float32(hidden, weight_VH[: shard.size].t()).div_(temperature)
 
 
 def _combine(top_N: torch.Tensor, sums_3N: torch.Tensor, shard: VocabShard) -> torch.Tensor:
