@@ -27,6 +27,7 @@ import ray
 
 from hybridflow.cluster.access import job_token
 from hybridflow.cluster.failure import exit_code
+from hybridflow.cluster.liveness import Heartbeat, Liveness
 from hybridflow.cluster.node import RayNode
 from hybridflow.cluster.pool import ResourcePool
 from hybridflow.cluster.rendezvous import POLL_SECONDS, Rendezvous, Seat, node_address
@@ -52,6 +53,7 @@ class Cluster:
     ranks_per_node: list[int]
     log_dir: Path | None
     start_seconds: float
+    liveness: Liveness
     _pool: ResourcePool | None = None
 
     @property
@@ -72,7 +74,7 @@ class Cluster:
     def worker_group(self, roles: Roles, *, layout: Layout, generation: GenerationLayout | None = None, pool: ResourcePool | None = None,
                      **options: Any) -> WorkerGroup:
         """A WorkerGroup (on all ranks unless `pool` is given) with the time-outs and the log folder of this cluster."""
-        settings = {"log_dir": self.log_dir, "start_timeout": self.config.start_timeout_seconds,
+        settings = {"log_dir": self.log_dir, "check_nodes": self.liveness.check, "start_timeout": self.config.start_timeout_seconds,
                     "phase_timeout": self.config.phase_timeout_seconds, **options}
         return WorkerGroup(pool or self.pool, roles, layout=layout, generation=generation, **settings)
 
@@ -96,7 +98,7 @@ class Job:
     def cluster(self, log_dir: str | Path | None = None) -> Iterator[Cluster]:
         """Ray on all nodes of the job. Within, SIGTERM and SIGHUP raise SystemExit(128 + number)."""
         with _ray(self.config, self.meeting):
-            yield _cluster(self.config, Path(log_dir) if log_dir else None, self.begun)
+            yield _cluster(self.config, Path(log_dir) if log_dir else None, self.begun, self.meeting)
 
 
 @contextlib.contextmanager
@@ -196,8 +198,11 @@ def _follow(meeting: Rendezvous, config: ClusterConfig) -> int:
             node = _join(meeting, config)
             if node:
                 node.wait_until_up(config.start_timeout_seconds)
+        heartbeat = Heartbeat(meeting) if node else None
         while meeting.read("exit") is None and (node is None or meeting.read("ending") is None):
             time.sleep(POLL_SECONDS)
+            if heartbeat:
+                heartbeat.beat()
             if node and node.ended() and meeting.read("ending") is None:
                 node.check()
         if node:
@@ -229,7 +234,7 @@ def _join(meeting: Rendezvous, config: ClusterConfig) -> RayNode | None:
     return RayNode(where, address=address, token=token, gpus=config.device != "cpu", object_store_gib=config.object_store_gib)
 
 
-def _cluster(config: ClusterConfig, log_dir: Path | None, begun: float) -> Cluster:
+def _cluster(config: ClusterConfig, log_dir: Path | None, begun: float, meeting: Rendezvous | None) -> Cluster:
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     gpus = [int(resources.get("GPU", 0)) for resources in nodes]
     device = config.device if config.device != "auto" else ("cuda" if any(gpus) else "cpu")
@@ -237,7 +242,7 @@ def _cluster(config: ClusterConfig, log_dir: Path | None, begun: float) -> Clust
         raise ConfigError(f"cluster.device={config.device}, but the nodes have {gpus} GPUs; use cluster.device=cpu or nodes with GPUs")
     here = [count if device == "cuda" else 1 for count in gpus]
     ranks = [config.ranks_per_node or count for count in here]
-    return Cluster(config, device, ranks, log_dir, time.monotonic() - begun)
+    return Cluster(config, device, ranks, log_dir, time.monotonic() - begun, Liveness(meeting))
 
 
 def ending_signal() -> int | None:

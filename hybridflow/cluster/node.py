@@ -42,7 +42,8 @@ class RayNode:
     """
 
     def __init__(self, head_address: str | None, *, address: str, token: str, gpus: bool, object_store_gib: float) -> None:
-        as_head = ["--head", "--port=0", "--include-dashboard=false", f"--ray-client-server-port={_free_port()}"]
+        # Nothing is scaled here, so Ray's autoscaler (the monitor) is not needed.
+        as_head = ["--head", "--port=0", "--include-dashboard=false", "--no-monitor", f"--ray-client-server-port={_free_port()}"]
         self._command = [
             sys.executable, "-m", "ray.scripts.scripts", "start", *(["--address", head_address] if head_address else as_head),
             f"--node-ip-address={address}", f"--num-cpus={len(os.sched_getaffinity(0))}", *([] if gpus else ["--num-gpus=0"]),

@@ -9,7 +9,7 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,10 +47,10 @@ class Call:
 
 
 class Watch:
-    """Supervision of one group's actors."""
+    """Supervision of one group's actors. check_nodes: raises WorkerError when a node of the job is lost."""
 
-    def __init__(self, actors: Sequence[Any], name: str, phase_timeout: float) -> None:
-        self.actors, self.name, self.phase_timeout = list(actors), name, phase_timeout
+    def __init__(self, actors: Sequence[Any], name: str, phase_timeout: float, check_nodes: Callable[[], None]) -> None:
+        self.actors, self.name, self.phase_timeout, self.check_nodes = list(actors), name, phase_timeout, check_nodes
         self.places: list[Place] = []
         self.log_files: dict[int, str | None] = {}
         self._open: list[Call] = []
@@ -96,6 +96,10 @@ class Watch:
                 watch._raise_failures()
             if not call.silent():
                 return
+            try:
+                self.check_nodes()
+            except WorkerError as error:
+                self._end(error)
             if time.monotonic() >= deadline:
                 self._fail_silent(call, limit)
 

@@ -91,6 +91,7 @@ class RankProcess:
     def configure(self, rank: int, environment: dict[str, str], log_file: str | None) -> None:
         """Set the environment before torch is imported, and send stdout and stderr to the rank's log file."""
         self.rank, self.roles = rank, {}
+        self.failure: Failure | None = None
         for name in filter(of_torchrun, list(os.environ)):
             del os.environ[name]
         os.environ.update(environment)
@@ -129,11 +130,15 @@ class RankProcess:
         return self._guarded(role, verb, run)
 
     def _guarded(self, role: str, verb: str, run: Any) -> Reply:
+        """Run, or tell once more what went wrong before: what was asked for after a failure is not begun."""
+        if self.failure:
+            return Reply(self.rank, failure=self.failure)
         try:
             value = run()
         except Exception as error:  # the process boundary: whatever a role raises must reach the controller
             logging.getLogger(__name__).info("%s.%s failed", role, verb, exc_info=True)
-            return Reply(self.rank, failure=describe_exception(error, self.rank, role, verb), logs=self.collector.take())
+            self.failure = describe_exception(error, self.rank, role, verb)
+            return Reply(self.rank, failure=self.failure, logs=self.collector.take())
         return Reply(self.rank, value, logs=self.collector.take())
 
 

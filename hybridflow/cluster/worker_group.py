@@ -87,12 +87,16 @@ class WorkerGroup:
     phase_timeout: seconds a call may take before the group is ended with a WorkerError that names the silent ranks.
     log_dir: rank files `<name>-rank<r>.log` with stdout and stderr (None: Ray's session folder keeps them).
     environment: variables for the processes, over the defaults of launch_environment.
+    check_nodes: called while a call is waited for; raises WorkerError when a node of the job is lost.
+    wait: return when every role is built. False: return when the processes are told what to build, so that several groups
+    start beside each other; calls may be made, and wait for the building; `wait_until_ready` raises what went wrong in it.
     Raises WorkerError (or the worker's own HybridFlowError) if a process does not come up or a role cannot be built.
     """
 
     def __init__(self, pool: ResourcePool, roles: Roles, *, layout: Layout, generation: GenerationLayout | None = None,
                  name: str = "", log_dir: str | Path | None = None, environment: dict[str, str] | None = None,
-                 start_timeout: float = 300.0, phase_timeout: float = 1800.0) -> None:
+                 start_timeout: float = 300.0, phase_timeout: float = 1800.0, check_nodes: Callable[[], None] = lambda: None,
+                 wait: bool = True) -> None:
         worlds = {"layout": layout.world, "generation": generation.world if generation else layout.world, "pool": len(pool)}
         if len(set(worlds.values())) > 1:
             raise ConfigError(f"layouts and pool of a worker group must span the same ranks, got {worlds}")
@@ -102,9 +106,13 @@ class WorkerGroup:
         self._handles = {role: RoleHandle(self, role, worker_class) for role, (worker_class, _) in roles.items()}
         actor = ray.remote(max_restarts=0, max_task_retries=0)(RankProcess)
         self._actors = [actor.options(**pool.actor_options(rank)).remote() for rank in range(len(pool))]
-        self._watch = Watch(self._actors, self.name, phase_timeout)
+        self._watch = Watch(self._actors, self.name, phase_timeout, check_nodes)
+        self._starting: list[Call] = []
+        self._start_timeout = start_timeout
         try:
-            self._start(roles, log_dir, environment or {}, start_timeout, phase_timeout)
+            self._start(roles, log_dir, environment or {}, phase_timeout)
+            if wait:
+                self.wait_until_ready()
         except BaseException:
             self.close()
             raise
@@ -141,8 +149,15 @@ class WorkerGroup:
         """End the processes of this group at once."""
         self._watch.kill()
 
-    def _start(self, roles: Roles, log_dir: str | Path | None, environment: dict[str, str], timeout: float, phase_timeout: float) -> None:
-        places = self._watch.located(timeout)
+    def wait_until_ready(self) -> None:
+        """Until every role is built on every rank."""
+        while self._starting:
+            self._watch.wait(self._starting[0], self._start_timeout)
+            del self._starting[0]
+
+    def _start(self, roles: Roles, log_dir: str | Path | None, environment: dict[str, str], phase_timeout: float) -> None:
+        """Tell every process what to do, one thing after the other; nothing here waits but for the processes to be there."""
+        places = self._watch.located(self._start_timeout)
         environments = rank_environments(places, self.pool.device, self.ident, environment)
         for rank, actor in enumerate(self._actors):
             log_file = str(Path(log_dir).absolute() / f"{self.name}-rank{rank}.log") if log_dir else None
@@ -154,14 +169,14 @@ class WorkerGroup:
             # Collectives wait a little longer than the controller, whose report names the silent ranks and their stacks.
             return actor.initialize.remote(context, phase_timeout + 60.0)
 
-        self._everywhere("worker", "initialize", join, timeout)
+        self._everywhere("worker", "initialize", join)
         for role, definition in roles.items():
             pickled = cloudpickle.dumps(definition)
-            self._everywhere(role, "__init__", lambda _, actor, role=role, pickled=pickled: actor.build.remote(role, pickled), timeout)
+            self._everywhere(role, "__init__", lambda _, actor, role=role, pickled=pickled: actor.build.remote(role, pickled))
 
-    def _everywhere(self, role: str, verb: str, send: Callable[[int, Any], ray.ObjectRef], timeout: float) -> None:
-        call = self._watch.opened(Call(role, verb, [send(rank, actor) for rank, actor in enumerate(self._actors)]))
-        self._watch.wait(call, timeout)
+    def _everywhere(self, role: str, verb: str, send: Callable[[int, Any], ray.ObjectRef]) -> None:
+        call = Call(role, verb, [send(rank, actor) for rank, actor in enumerate(self._actors)])
+        self._starting.append(self._watch.opened(call))
 
     def _route(self, protocol: Protocol) -> Routing:
         if protocol not in self._routings:

@@ -128,14 +128,7 @@ def test_a_failing_worker_ends_the_job_with_its_error(jobs: Jobs) -> None:
     jobs.assert_nothing_left(seconds=0.5)
 
 
-def test_torchrun_with_two_processes_and_a_failing_driver(jobs: Jobs) -> None:
-    process = jobs.torchrun("--standalone", "--nproc-per-node=2", JOB, "driver_fails")
-    code, text = end(process)
-    assert code != 0 and text.count("ERROR ConfigError: the driver found a problem") == 1, text
-    jobs.assert_nothing_left()
-
-
-def test_torchrun_and_sigterm(jobs: Jobs) -> None:
+def test_sigterm_to_torchrun(jobs: Jobs) -> None:
     process = jobs.torchrun("--standalone", "--nproc-per-node=1", JOB, "idle")
     until_ready(process)
     process.send_signal(signal.SIGTERM)

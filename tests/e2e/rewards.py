@@ -15,19 +15,19 @@ def digits(prompt: str, response: str, answer: int) -> float:
     return share + float(response == str(answer))
 
 
-def raises_late(prompt: str, response: str, answer: int, after: int, state: list[int] = []) -> float:  # noqa: B006
-    """Raises after `after` calls of this process."""
-    state.append(1)
-    if response != SAMPLE and len(state) > after:
-        raise ZeroDivisionError(f"no reward for {answer}")
-    return digits(prompt, response, answer)
-
-
-def hangs_late(prompt: str, response: str, answer: int, after: int, state: list[int] = []) -> float:  # noqa: B006
-    """Call number `after` of this process does not come back."""
-    state.append(1)
-    if response != SAMPLE and len(state) == after:
+def hangs_then_raises(prompt: str, response: str, answer: int, hang: int, state: list[int] = []) -> float:  # noqa: B006
+    """Call number `hang` of the run does not come back, and no call after it does: a file counts, because the process that
+    replaces a hanging one begins anew."""
+    if response == SAMPLE:
+        return 0.0
+    counted = Path(os.environ["TMPDIR"], "calls")
+    with counted.open("a") as file:
+        file.write(".")
+    calls = counted.stat().st_size
+    if calls == hang:
         time.sleep(3600)
+    if calls > hang:
+        raise ZeroDivisionError(f"no reward for {answer}")
     return digits(prompt, response, answer)
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,11 +39,24 @@ def write(path: Path, rows: list[dict]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+@contextlib.contextmanager
+def nothing_started() -> Iterator[None]:
+    """No process is left, and Ray is as it was (other tests of this session may have it running)."""
+    before, children = ray.is_initialized(), children_of(os.getpid())
+    yield
+    assert ray.is_initialized() == before
+    assert children_of(os.getpid()) <= children
+
+
+def children_of(process: int) -> set[int]:
+    return {int(child) for tasks in Path(f"/proc/{process}/task").iterdir() for child in (tasks / "children").read_text().split()}
+
+
 def refused(launcher: Launcher, capsys: pytest.CaptureFixture[str], *, ranks: int = 1, **settings: object) -> str:
     """The message of a run that must not start."""
     begun = time.monotonic()
-    assert main(launcher.arguments("refused", ranks, **settings)) == 2
-    assert not ray.is_initialized()
+    with nothing_started():
+        assert main(launcher.arguments("refused", ranks, **settings)) == 2
     assert not (launcher.root / "runs/refused").exists()
     assert time.monotonic() - begun < 60
     return capsys.readouterr().err
@@ -113,7 +129,7 @@ def test_existing_run_folder(launcher: Launcher, capsys: pytest.CaptureFixture[s
     folder = launcher.root / "runs/taken"
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("")
-    assert main(launcher.arguments("taken", 1)) == 2
-    assert not ray.is_initialized()
+    with nothing_started():
+        assert main(launcher.arguments("taken", 1)) == 2
     message = capsys.readouterr().err
     assert str(folder) in message and "trainer.name" in message and "trainer.overwrite=true" in message

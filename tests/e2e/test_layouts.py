@@ -1,11 +1,11 @@
-"""The same run in other layouts, precision and algorithm. Runs on one rank go two at a time."""
+"""The same run again, in other layouts, precision and algorithm. Small runs go two at a time."""
 
 from __future__ import annotations
 
 import pytest
 
 from hybridflow.observe import names
-from tests.e2e.launching import Launcher, Run
+from tests.e2e.launching import Launcher, Run, untimed
 
 SAME = (names.REWARD, names.LOSS, names.GRAD_NORM, names.KL, names.ENTROPY, names.RESPONSE_LENGTH, "policy_loss", "kl_loss")
 
@@ -20,17 +20,33 @@ def assert_same_training(run: Run, reference: Run) -> None:
         assert [r.response for r in run.rollouts(step)] == [r.response for r in reference.rollouts(step)]
 
 
-def test_one_rank_two_ranks_and_four_give_the_same(grpo: Run, launcher: Launcher) -> None:
-    other = launcher.start("one_rank", 1, trainer__save_final="false")
-    assert_same_training(other.succeeded(), grpo)
-    assert_same_training(launcher.start("two_ranks", 2, actor__parallel__tp=2, trainer__save_final="false").succeeded(), grpo)
+@pytest.fixture(scope="module")
+def two_ranks(launcher: Launcher) -> tuple[Run, Run]:
+    """The same command twice, two data-parallel ranks each, at the same time."""
+    runs = [launcher.start(name, 2, data__val_files=launcher.root / "val.jsonl") for name in ("two_ranks", "again")]
+    return runs[0].succeeded(), runs[1].succeeded()
 
 
-def test_pipeline_and_tensor_parallel_give_the_same(grpo: Run, launcher: Launcher) -> None:
-    """TP2 x PP2 in training; generation with TP2 on the same ranks."""
-    run = launcher.start("pipeline", 4, actor__parallel__tp=2, actor__parallel__pp=2, rollout__tp=2, trainer__save_final="false")
-    assert_same_training(run.succeeded(), grpo)
-    assert max(row[names.LOG_PROB_GAP_MAX] for row in run.metrics()) <= 1e-5
+def test_the_same_command_gives_the_same_metrics(two_ranks: tuple[Run, Run]) -> None:
+    run, again = two_ranks
+    assert untimed(again.metrics()) == untimed(run.metrics())
+    assert untimed(again.validations()) == untimed(run.validations())
+    for step in (1, 2, 3):
+        assert again.rollouts(step) == run.rollouts(step)
+    again.assert_nothing_left()
+
+
+def test_two_ranks_give_the_same_as_four(two_ranks: tuple[Run, Run], grpo: Run) -> None:
+    assert_same_training(two_ranks[0], grpo)
+
+
+def test_one_rank_and_a_pipeline_give_the_same_as_four(grpo: Run, launcher: Launcher) -> None:
+    """The pipeline generates with TP2 on its two stages."""
+    single = launcher.start("one_rank", 1, trainer__save_final="false")
+    pipeline = launcher.start("pipeline", 2, actor__parallel__pp=2, rollout__tp=2, trainer__save_final="false")
+    assert_same_training(single.succeeded(), grpo)
+    assert_same_training(pipeline.succeeded(), grpo)
+    assert max(row[names.LOG_PROB_GAP_MAX] for row in pipeline.metrics()) <= 1e-5
 
 
 def test_grpo_continues_a_supervised_checkpoint_in_bfloat16(launcher: Launcher) -> None:

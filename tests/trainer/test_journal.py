@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hybridflow.algorithms.base import Prompts
+from hybridflow.cluster.bootstrap import Cluster
 from hybridflow.cluster.sharded import ShardedBatch
 from hybridflow.config.schema import Config
 from hybridflow.data.batch import Batch, Ragged
@@ -47,7 +48,7 @@ def rollout(journal: Journal) -> tuple[ShardedBatch, Prompts]:
     return ShardedBatch.from_batch(batch), Prompts(ShardedBatch.from_batch(batch), texts, columns)
 
 
-def test_sampled_rollouts_show_text_and_answer_of_their_own_prompt(journal: Journal) -> None:
+def test_sampled_rollouts_show_text_and_answer_of_their_own_prompt(ray_cluster: Cluster, journal: Journal) -> None:
     batch, prompts = rollout(journal)
     for step in (1, 2, 3):
         shown = journal.sample_rollouts(step, batch, prompts)
@@ -67,7 +68,7 @@ def test_no_rollouts_when_none_are_asked_for(journal: Journal) -> None:
     assert journal.sample_rollouts(1, *rollout(journal)) == []
 
 
-def test_a_step_and_a_validation_are_written(journal: Journal) -> None:
+def test_a_step_and_a_validation_are_written(ray_cluster: Cluster, journal: Journal) -> None:
     batch, prompts = rollout(journal)
     journal.validation(0, Validation({"val/reward": 0.25}, batch.fetch()))
     journal.step(1, {"reward/mean": 0.5, "loss": 1.0}, journal.sample_rollouts(1, batch, prompts))

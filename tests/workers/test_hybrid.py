@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from hybridflow.algorithms.losses import policy_loss
-from hybridflow.cluster.bootstrap import Cluster, cluster_session
+from hybridflow.cluster.bootstrap import Cluster
+from hybridflow.cluster.pool import ResourcePool
 from hybridflow.cluster.worker_group import RoleHandle
 from hybridflow.config.layout import Layout
-from hybridflow.config.schema import ClusterConfig, Config
+from hybridflow.config.schema import Config
 from hybridflow.data.batch import Batch, Ragged
 from hybridflow.errors import PhaseError, WorkerError
 from hybridflow.reshard.grouping import generation_layout
@@ -36,20 +37,16 @@ def config() -> Iterator[Config]:
     shutil.rmtree(folder)
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with cluster_session(ClusterConfig(device="cpu", ranks_per_node=1, object_store_gib=0.1)) as cluster:
-        yield cluster
-
-
 @pytest.fixture
-def actor(cluster: Cluster, config: Config) -> Iterator[RoleHandle]:
+def actor(ray_cluster: Cluster, config: Config) -> Iterator[RoleHandle]:
     """A fresh worker for each test: the first failure ends a group."""
     roles = {"actor": (ActorRolloutWorker, {"config": config, "loss": policy_loss(config), "total_steps": 1})}
     layout = Layout(1)
-    group = cluster.worker_group(roles, layout=layout, generation=generation_layout(layout, 1))
+    pool = ResourcePool([1], "cpu")
+    group = ray_cluster.worker_group(roles, layout=layout, generation=generation_layout(layout, 1), pool=pool)
     yield group.role("actor")
     group.close()
+    pool.close()
 
 
 @pytest.fixture
