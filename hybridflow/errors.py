@@ -34,6 +34,10 @@ class ModelError(HybridFlowError):
     EXIT_CODE = 2
 
 
+class ExportError(HybridFlowError):
+    """Writing a model failed, or what was written is not the model; nothing was left behind."""
+
+
 class RewardError(HybridFlowError):
     """A reward function raised, timed out, or returned something that is no reward."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -39,15 +40,45 @@ def load_shards(
     checked: shapes must be equal and nothing but `ignored` may be surplus. Host memory: READ_BYTES beside the parameters.
     Raises ModelError listing every missing, misshaped, surplus or oddly typed tensor, before anything is written.
     """
-    files = TensorFiles(path)
-    problems = _parameter_problems(parameters, into) + _file_problems(files.tensors, parameters, expected, ignored)
-    if problems:
-        raise ModelError(f"{path} does not fit the model:\n  " + "\n  ".join(problems))
-    surplus = set(files.tensors).difference(expected or files.tensors, ignored)
-    duplicates = {kept: twin for twin, kept in TIED.items() if twin in surplus}
+    files = _checked_files(path, _parameter_problems(parameters, into), parameters, expected, ignored)
+    duplicates = _duplicates(files, expected, ignored)
     with torch.no_grad():
         for name, parameter in parameters.items():
             _fill(files, parameter, into[name], duplicates)
+
+
+def logical_tensors(path: str | Path, expected: Shapes) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of a model folder that must hold exactly `expected` (WeightMap.logical), in that order, in the file's dtype.
+
+    Raises ModelError as load_shards does, before the first. Host memory: one tensor.
+    """
+    files = _checked_files(path, [], {}, expected, ())
+    duplicates = _duplicates(files, expected, ())
+    wholes = {name: Box(tuple(0 for _ in shape), tuple(shape)) for name, shape in expected.items()}
+    return ((name, _read(files, name, whole, duplicates)) for name, whole in wholes.items())
+
+
+def _checked_files(
+    path: str | Path, problems: list[str], parameters: Mapping[str, ShardParameter], expected: Shapes | None, ignored: Collection[str]
+) -> TensorFiles:
+    files = TensorFiles(path)
+    problems = problems + _file_problems(files.tensors, parameters, expected, ignored)
+    if problems:
+        raise ModelError(f"{path} does not fit the model:\n  " + "\n  ".join(problems))
+    return files
+
+
+def _duplicates(files: TensorFiles, expected: Shapes | None, ignored: Collection[str]) -> dict[str, str]:
+    """Tied tensors of the model that the folder stores a second time, under a name of its own: tensor -> that name."""
+    surplus = set(files.tensors).difference(expected or files.tensors, ignored)
+    return {kept: twin for twin, kept in TIED.items() if twin in surplus}
+
+
+def _read(files: TensorFiles, name: str, region: Box, duplicates: Mapping[str, str]) -> torch.Tensor:
+    values, twin = files.read(name, region), duplicates.get(name)
+    if twin is not None and not torch.equal(values, files.read(twin, region)):
+        raise ModelError(f"{files.path}: tie_word_embeddings is true but {twin} differs from {name}; set it to false")
+    return values
 
 
 def _fill(files: TensorFiles, parameter: ShardParameter, target: torch.Tensor, duplicates: Mapping[str, str]) -> None:
@@ -55,11 +86,7 @@ def _fill(files: TensorFiles, parameter: ShardParameter, target: torch.Tensor, d
         target.zero_()
     for piece in parameter.pieces:
         for region in _chunks(piece.box, READ_BYTES // 4):
-            values = files.read(piece.tensor, region)
-            target[piece.local(region).slices()].copy_(values)
-            twin = duplicates.get(piece.tensor)
-            if twin is not None and not torch.equal(values, files.read(twin, region)):
-                raise ModelError(f"{files.path}: tie_word_embeddings is true but {twin} differs from {piece.tensor}; set it to false")
+            target[piece.local(region).slices()].copy_(_read(files, piece.tensor, region, duplicates))
 
 
 def _chunks(box: Box, elements: int) -> Iterator[Box]:

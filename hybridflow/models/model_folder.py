@@ -86,8 +86,9 @@ class ModelFolderWriter:
     def put(self, tensor: torch.Tensor) -> None:
         self._step(lambda: self._stream.put(tensor))
 
-    def finish(self) -> None:
-        self._step(self._finish)
+    def finish(self, check: Callable[[Path], None] | None = None) -> None:
+        """`check` is called with the complete folder before it takes its name; what it raises becomes the failure."""
+        self._step(lambda: self._finish(check))
 
     def _step(self, action: Callable[[], None]) -> None:
         if self.failure is not None:
@@ -95,8 +96,12 @@ class ModelFolderWriter:
         try:
             action()
         except (OSError, ValueError, ModelError) as error:
-            self.failure = f"export to {self.path} failed: {error}"
-            shutil.rmtree(self.partial, ignore_errors=True)
+            self.fail(error)
+
+    def fail(self, error: Exception) -> None:
+        """Gives up because of `error`; nothing is left behind."""
+        self.failure = f"export to {self.path} failed: {error}"
+        shutil.rmtree(self.partial, ignore_errors=True)
 
     def _start(self) -> None:
         if not (self.source / "config.json").is_file():
@@ -119,9 +124,11 @@ class ModelFolderWriter:
             copy = shutil.copytree if item.is_dir() else shutil.copyfile
             copy(item, self.partial / item.name)
 
-    def _finish(self) -> None:
+    def _finish(self, check: Callable[[Path], None] | None) -> None:
         self._stream.close()
         verify(self.partial, self.shapes, self.dtype)
+        if check is not None:
+            check(self.partial)
         _sync(self.partial)
         old = self.path.with_name(f".{self.path.name}.old")
         shutil.rmtree(old, ignore_errors=True)

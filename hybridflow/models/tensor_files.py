@@ -20,6 +20,7 @@ from hybridflow.models.shards import Box
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+MAPPED_BYTES = 256 << 20  # of files, touched before they are mapped anew: what was read stays in the process's memory until then
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
@@ -57,6 +58,7 @@ class TensorFiles:
         if absent:
             raise ModelError(f"{self.path / INDEX} names files that are missing: {', '.join(absent)}")
         self._handles: dict[str, Any] = {name: self._open(self.path / name) for name in names}
+        self._touched = 0  # bytes of mapped files
         self.tensors: dict[str, TensorInfo] = {}
         for name, handle in self._handles.items():
             for tensor in handle.keys():
@@ -72,7 +74,13 @@ class TensorFiles:
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         """The region `box` of tensor `name`, in the file's dtype, on the CPU."""
-        return self._handles[self.tensors[name].file].get_slice(name)[box.slices()]
+        info = self.tensors[name]
+        values = self._handles[info.file].get_slice(name)[box.slices()]
+        self._touched += box.shape[0] * (torch.Size(info.shape).numel() // max(1, info.shape[0])) * values.itemsize  # whole rows
+        if self._touched > MAPPED_BYTES:
+            self._handles = {file: self._open(self.path / file) for file in self._handles}
+            self._touched = 0
+        return values
 
 
 def describe(path: str | Path) -> dict[str, TensorInfo]:

@@ -13,6 +13,7 @@ from hybridflow.config.schema import OptimizerConfig
 from hybridflow.data.batch import Batch, Ragged
 from hybridflow.engine.device import Device
 from hybridflow.engine.megatron import MegatronEngine
+from hybridflow.engine.model import FUSED_NORMS
 from hybridflow.errors import ConfigError, DataError, ModelError, PhaseError
 from tests.engine.reference import load_model, reference_log_probs, reference_update
 from tests.engine.tiny import OPTIMIZER, VOCAB, clipped_ratio, make_batch, make_checkpoint
@@ -112,6 +113,15 @@ def test_a_sliding_window_is_exact_up_to_its_length_and_refused_beyond(cpu_rank:
     torch.testing.assert_close(scored.values.double(), expected, rtol=2e-6, atol=1e-5)
     with pytest.raises(DataError, match="21 input tokens: mistral models with this config.json take 20"):
         engine.log_probs(longer, temperature=1.0, token_budget=100, entropy=False)
+
+
+def test_names_of_fused_norms_are_those_megatron_maps_itself() -> None:
+    """Transformer Engine cannot be built here; Megatron's local spec says what each norm is called in the other spec."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    fused_of = get_gpt_layer_local_spec(normalization="RMSNorm").submodules.sharded_state_dict_keys_map
+    assert len(fused_of) == 2
+    assert {fused + "weight": local + "weight" for local, fused in fused_of.items()}.items() <= FUSED_NORMS.items()
 
 
 def test_one_token_rows(cpu_rank: Device, checkpoints: dict[str, str]) -> None:

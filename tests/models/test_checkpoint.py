@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybridflow.config.layout import Layout, stage_layers
 from hybridflow.errors import ModelError
-from hybridflow.models import checkpoint
+from hybridflow.models import checkpoint, tensor_files
 from hybridflow.models.checkpoint import load_shards
 from hybridflow.models.shards import Box, ShardParameter
 from hybridflow.models.weight_map import weight_map
@@ -135,6 +135,21 @@ def test_reads_are_cut_into_bounded_slices(folder: Path, monkeypatch: pytest.Mon
     assert_equal(load(str(folder), parameters), wanted)
     assert max(sizes) <= 100
     assert sum(sizes) == sum(piece.box.size for parameter in parameters.values() for piece in parameter.pieces)
+
+
+def test_files_are_mapped_anew_after_a_bound(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mapped pages count as memory of the process; the values stay the same, and those read before stay alive."""
+    opened: list[Path] = []
+    open_file = tensor_files.TensorFiles._open
+    monkeypatch.setattr(tensor_files.TensorFiles, "_open", staticmethod(lambda file: (opened.append(file), open_file(file))[1]))
+    config = AutoConfig.from_pretrained(folder)
+    parameters = weight_map(config).megatron(Layout(2, tp=2), 1)
+    wanted = load(str(folder), parameters)
+    assert len(opened) == 1
+    monkeypatch.setattr(tensor_files, "MAPPED_BYTES", 20000)
+    assert_equal(load(str(folder), parameters), wanted)
+    size = (folder / "model.safetensors").stat().st_size
+    assert 2 <= len(opened) - 1 <= 2 + size // 20000
 
 
 def problems(folder: Path) -> str:
