@@ -51,8 +51,8 @@ def sample_mixed_groups(flow: Flow, prompts: Prompts) -> tuple[ShardedBatch, Pro
     if mixed < wanted:
         logger.warning("after %d refills %d of %d groups have equal rewards and teach nothing: look at the difficulty of the prompts, or "
                        "raise algorithm.max_refills", refills, wanted - mixed, wanted)
-    metrics = _merged(tallies) | {"dapo/prompts_drawn": float(drawn), "dapo/mixed_share": mixed / drawn, "dapo/refills": float(refills)}
-    return batch.select(first_groups(batch["reward"], batch["prompt_id"], wanted)), prompts, metrics
+    metrics = {"dapo/prompts_drawn": float(drawn), "dapo/mixed_share": mixed / drawn, "dapo/refills": float(refills)}
+    return batch.select(first_groups(batch["reward"], batch["prompt_id"], wanted)), prompts, merged_counts(tallies) | metrics
 
 
 def first_groups(reward_B: torch.Tensor, prompt_B: torch.Tensor, wanted: int) -> torch.Tensor:
@@ -76,7 +76,7 @@ def _mixed(batch: ShardedBatch) -> int:
     return len(batch["prompt_id"][mixed_groups(batch["reward"], batch["prompt_id"])].unique())
 
 
-def _merged(tallies: list[tuple[int, dict[str, float]]]) -> dict[str, float]:
+def merged_counts(tallies: list[tuple[int, dict[str, float]]]) -> dict[str, float]:
     """What the reward functions counted over all draws: counters add up, means weigh by responses."""
     merged: dict[str, float] = {}
     for name in dict.fromkeys(name for _, counts in tallies for name in counts):

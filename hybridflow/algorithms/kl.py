@@ -1,9 +1,18 @@
 """Estimators of KL(policy || reference) from log-probs of sampled tokens (J. Schulman, "Approximating KL divergence", 2020).
 
 With d = log policy - log reference of a token sampled from the policy:
+
     k1 = d                 unbiased, may be negative
-    k2 = d^2 / 2           biased, low variance
-    k3 = exp(-d) - 1 + d   unbiased, never negative
+    k2 = d^2 / 2           biased, low variance, never negative
+    k3 = exp(-d) - 1 + d   unbiased, low variance, never negative
+
+As a term of the loss (samples fixed, gradient through log policy) the expected gradients are another matter:
+
+    k1: 0                  no effect but noise: E[grad log policy] = 0
+    k2: that of KL(policy || reference), the one that is wanted
+    k3: that of KL(reference || policy): E[(1 - exp(-d)) grad log policy]; close to k2's while the two are close
+
+In the reward all are plain numbers, and k1 gives the exact policy gradient of KL(policy || reference).
 """
 
 from __future__ import annotations

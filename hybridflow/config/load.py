@@ -22,6 +22,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, MissingMandatoryValue, OmegaConfBaseException
 
 from hybridflow.config import keys, render
+from hybridflow.config.algorithms import NAMES
 from hybridflow.config.arguments import COMMAND_LINE, Arguments, parse
 from hybridflow.config.files import read_entries, yaml_error
 from hybridflow.config.schema import Config
@@ -64,7 +65,7 @@ def load_config(arguments: list[str], config_dir: Path = CONFIG_DIR) -> LoadedCo
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_first_line(error)) from error
     sources = {key: name for name, entries in files for key in entries}
-    if problems := _apply(composed, parsed):
+    if problems := _algorithm_problems(composed, parsed, files) + _apply(composed, parsed):
         raise ConfigError(problems)
     sources.update(dict.fromkeys(parsed.values, COMMAND_LINE))
     config, derived = _resolve(composed, sources)
@@ -116,6 +117,18 @@ def _compose(parsed: Arguments, directories: list[Path]) -> tuple[DictConfig, li
         if problems:
             raise ConfigError(problems)
         return compose(ROOT, overrides=overrides), files
+
+
+def _algorithm_problems(composed: DictConfig, parsed: Arguments, files: list[tuple[str, list[str]]]) -> list[str]:
+    """A name without the settings that belong to it would be another algorithm: GRPO with the name of Dr. GRPO is GRPO."""
+    setters = [name for name, entries in files if "algorithm.name" in entries]
+    chosen = [Path(name) for name in setters if Path(name).parent.name == "algorithm"]
+    name = parsed.values.get("algorithm.name", composed.algorithm.name)
+    elsewhere = "algorithm.name" in parsed.values or (bool(setters) and Path(setters[-1]) not in chosen)
+    if not elsewhere or not chosen or name == chosen[-1].stem or name not in NAMES:
+        return []
+    return [f"algorithm.name={name}: its settings are in {chosen[-1].parent / name}.yaml, but those of {chosen[-1]} are in force; use "
+            f"algorithm={name} (in an experiment file: defaults: [override /algorithm: {name}])."]
 
 
 def _locate(config_path: str, directories: list[Path]) -> Path:

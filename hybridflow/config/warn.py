@@ -36,8 +36,6 @@ def _kl(config: Config) -> list[str]:
     if algorithm.kl_in == "loss" and algorithm.kl_coef > 0 and algorithm.kl_estimator == "k1":
         found.append("algorithm.kl_estimator=k1 with algorithm.kl_in=loss: the expected gradient of k1 is zero, so it does not hold the "
                      "policy to the reference; use k2 or k3, or algorithm.kl_in=reward.")
-    if algorithm.kl_in == "reward" and algorithm.kl_coef == 0:
-        found.append("algorithm.kl_in=reward has no effect with algorithm.kl_coef=0.")
     return found
 
 

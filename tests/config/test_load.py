@@ -240,3 +240,23 @@ def test_the_package_imports_neither_torch_nor_ray() -> None:
     environment = os.environ | {"PYTHONPATH": str(CONFIG_DIR.parent)}
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60)
     assert result.stdout.strip() == "[]", result.stderr
+
+
+def test_an_algorithm_s_name_comes_with_its_settings(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"algorithm.name=dr_grpo.*configs/algorithm/grpo.yaml.*use algorithm=dr_grpo"):
+        load_config(["algorithm.name=dr_grpo"])
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nalgorithm:\n  name: dr_grpo\n")
+    with pytest.raises(ConfigError, match=r"override /algorithm: dr_grpo"):
+        load_config([f"--config_dir={tmp_path}", "experiment=mine"])
+    assert load_config(["algorithm=dr_grpo", "algorithm.name=dr_grpo"]).config.algorithm.advantage_norm == "none"
+    (tmp_path / "algorithm").mkdir()
+    (tmp_path / "algorithm" / "ours.yaml").write_text("name: grpo\nclip_high: 0.3\n")
+    assert load_config([f"--config_dir={tmp_path}", "algorithm=ours"]).config.algorithm.clip_high == 0.3
+
+
+def test_precedence_of_algorithm_settings() -> None:
+    """Command line > experiment > group file > schema."""
+    config = load_config(["experiment=addition_grpo", "algorithm=dapo", "algorithm.clip_low=0.1"]).config
+    assert (config.algorithm.name, config.algorithm.clip_high, config.algorithm.clip_low) == ("dapo", 0.28, 0.1)
+    assert config.algorithm.mini_batch_size == 128, "of the experiment"

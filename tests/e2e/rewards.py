@@ -15,6 +15,11 @@ def digits(prompt: str, response: str, answer: int) -> float:
     return share + float(response == str(answer))
 
 
+def begins_with_a_digit(prompt: str, response: str, answer: int) -> float:
+    """0 or 1, about even for an untrained model: some groups of responses agree."""
+    return float(response[:1].isdigit())
+
+
 def hangs_then_raises(prompt: str, response: str, answer: int, hang: int, state: list[int] = []) -> float:  # noqa: B006
     """Call number `hang` of the run does not come back, and no call after it does: a file counts, because the process that
     replaces a hanging one begins anew."""
