@@ -54,7 +54,7 @@ class Outcome:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", default=list(EXTRA), choices=list(EXTRA), help="algorithms to run (none: the warm start alone)")
+    parser.add_argument("--only", nargs="*", default=list(EXTRA), choices=list(EXTRA), help="algorithms (none: the warm start alone)")
     parser.add_argument("--steps", type=int, default=24, help="rollouts of each run")
     parser.add_argument("--ranks", type=int, default=2, help="worker processes: TP2 in training, TP1 in generation")
     parser.add_argument("--out", type=Path, default=Path("runs/learning"), help="folder of data, warm start and runs")

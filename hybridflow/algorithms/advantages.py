@@ -54,7 +54,7 @@ def group_advantages(rewards_B: torch.Tensor, group_B: torch.Tensor, *, norm: st
     """Advantage of each sample against its group, [B] float32.
 
     A_i = (r_i - b_i) / s, where b_i is the mean reward of the group (GRPO, Shao et al. 2024, arXiv 2402.03300, section 4.1.2),
-    or with `leave_one_out` that of the others in it (RLOO, Ahmadian et al. 2024, arXiv 2402.14740, eq. 8), which is
+    or with `leave_one_out` that of the others in it (RLOO, Ahmadian et al. 2024, arXiv 2402.14740), which is
     n / (n - 1) times as far from r_i. `norm` sets s: "group": std of the group (over n - 1) + 1e-6; "batch": root mean square of
     r - b over the batch + 1e-6 (REINFORCE++ with baseline, Hu et al. 2025, arXiv 2501.03262: r - b has mean 0); "none": 1
     (Dr. GRPO, Liu et al. 2025, arXiv 2503.20783).

@@ -64,7 +64,7 @@ def clipped_policy_loss(ratio_T: torch.Tensor, advantage_T: torch.Tensor, clip_l
     """Clipped surrogate (PPO, Schulman et al. 2017, arXiv 1707.06347, eq. 7), asymmetric as in DAPO (arXiv 2503.14476, eq. 8).
 
     Returns ([T] -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), [T] bool: a clip decided). With dual_clip c the objective
-    of A < 0 is at least c A (Ye et al. 2020, arXiv 1912.09729, eq. 5), so that a ratio that ran away stops pulling.
+    of A < 0 is at least c A (Ye et al. 2020, arXiv 1912.09729), so that a ratio that ran away stops pulling.
     """
     plain_T = -advantage_T * ratio_T
     loss_T = torch.maximum(plain_T, -advantage_T * ratio_T.clamp(1.0 - clip_low, 1.0 + clip_high))

@@ -33,7 +33,7 @@ def token_rewards(score_B: torch.Tensor, lengths_B: torch.Tensor, token_reward: 
 
 
 def discounted_returns(rewards: Ragged, gamma: float, mask: Ragged | None = None) -> Ragged:
-    """G_t = r_t + gamma G_{t+1}, Ragged float32 (REINFORCE++ with gamma 1, Hu et al. 2025, arXiv 2501.03262, eq. 8)."""
+    """G_t = r_t + gamma G_{t+1}, Ragged float32 (REINFORCE++ with gamma 1, Hu et al. 2025, arXiv 2501.03262)."""
     return gae(rewards, None, gamma=gamma, lam=1.0, mask=mask)[1]
 
 
