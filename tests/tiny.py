@@ -13,6 +13,9 @@ from hybridflow.data.char_tokenizer import char_tokenizer
 
 CHARACTERS = string.digits + "+-*=(). \n" + string.ascii_letters + "!\"#$%&',/:;<>?@[\\]^_`{|}~"
 SPECIAL_TOKENS = 4
+EXPERTS: dict[str, dict[str, Any]] = {  # what tiny mixture-of-experts configurations have beside the sizes of a dense decoder
+    "mixtral": {"num_local_experts": 4},
+}
 
 
 def tiny_tokenizer(vocab: int = 101, chat_template: str | None = None) -> PreTrainedTokenizerFast:
@@ -34,7 +37,7 @@ def make_tiny_model(
         family, hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers, num_attention_heads=heads,
         num_key_value_heads=kv_heads, vocab_size=vocab, max_position_embeddings=max_positions, tie_word_embeddings=tied,
         pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, bos_token_id=tokenizer.bos_token_id,
-        **{"rope_parameters": {"rope_theta": 50000.0, "rope_type": "default"}, **changes},
+        **{"rope_parameters": {"rope_theta": 50000.0, "rope_type": "default"}, **EXPERTS.get(family, {}), **changes},
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     _randomize(model, torch.Generator().manual_seed(seed))
@@ -54,4 +57,7 @@ def _randomize(model: torch.nn.Module, generator: torch.Generator) -> None:
         elif "embed" in name:
             parameter.copy_(0.4 * noise)
         else:
-            parameter.copy_(1.5 * noise / parameter.shape[1] ** 0.5)
+            parameter.copy_(1.5 * noise / parameter.shape[-1] ** 0.5)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.randn(buffer.shape, generator=generator))

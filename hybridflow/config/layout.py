@@ -1,6 +1,7 @@
 """Parallel layouts as pure numbers: where a global rank sits, and which layers a pipeline stage holds.
 
-Rank order is Megatron's tp-cp-ep-dp-pp: tensor parallel is fastest, pipeline slowest.
+Rank order is Megatron's tp-cp-ep-dp-pp: tensor parallel is fastest, pipeline slowest. The experts of a mixture-of-experts
+model cut the ranks of a pipeline stage anew, into etp x ep x (expert data parallel), etp fastest.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ class Coordinates:
     cp: int
     dp: int
     pp: int
+    etp: int = 0  # tensor-parallel rank inside an expert
+    ep: int = 0  # which share of the experts
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A training layout over `world` ranks; dp = world / (tp cp pp)."""
+    """A training layout over `world` ranks; dp = world / (tp cp pp). Experts: world / (pp etp ep) ranks hold copies of each."""
 
     world: int
     tp: int = 1
@@ -34,6 +37,9 @@ class Layout:
         model = self.tp * self.pp * self.cp
         if self.world % model:
             raise ValueError(f"{self.world} ranks are no multiple of tp {self.tp} x pp {self.pp} x cp {self.cp} = {model}")
+        stage, experts = self.world // self.pp, self.etp * self.ep
+        if stage % experts:
+            raise ValueError(f"the {stage} ranks of a pipeline stage are no multiple of etp {self.etp} x ep {self.ep} = {experts}")
 
     @property
     def dp(self) -> int:
@@ -42,7 +48,9 @@ class Layout:
     def coordinates(self, rank: int) -> Coordinates:
         tp, rest = rank % self.tp, rank // self.tp
         cp, rest = rest % self.cp, rest // self.cp
-        return Coordinates(tp=tp, cp=cp, dp=rest % self.dp, pp=rest // self.dp)
+        in_stage = rank % (self.world // self.pp)
+        etp, ep = in_stage % self.etp, in_stage // self.etp % self.ep
+        return Coordinates(tp=tp, cp=cp, dp=rest % self.dp, pp=rest // self.dp, etp=etp, ep=ep)
 
     def rank(self, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
         return tp + self.tp * (cp + self.cp * (dp + self.dp * pp))

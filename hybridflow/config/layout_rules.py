@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from hybridflow.config.expert_rules import expert_problems, generation_expert_problems
 from hybridflow.config.model_facts import ModelFacts
 from hybridflow.config.ranges import divisors, nearest_values
 from hybridflow.config.schema import Config, ParallelConfig
 
 VLLM_VOCABULARY_MULTIPLE = 64  # vLLM pads the vocabulary to it, then cuts it over the ranks
-_LATER = {"cp": "context parallel", "ep": "expert parallel", "etp": "expert tensor parallel", "vpp": "virtual pipeline stages"}
+_LATER = {"cp": "context parallel", "vpp": "virtual pipeline stages"}
 
 
 def training_layout_problems(section: str, parallel: ParallelConfig, world: int, facts: ModelFacts | None) -> list[str]:
@@ -24,7 +25,7 @@ def training_layout_problems(section: str, parallel: ParallelConfig, world: int,
         problems.append(_world_problem(prefix, parallel, world, facts))
     if facts is not None:
         problems += _tensor_parallel(prefix, parallel, world, facts) + _pipeline(prefix, parallel, world, facts)
-    return problems
+    return problems + expert_problems(prefix, parallel, world, facts)
 
 
 def vocabulary_problems(section: str, facts: ModelFacts, actor: ModelFacts) -> list[str]:
@@ -52,7 +53,11 @@ def _layouts_near(parallel: ParallelConfig, world: int, facts: ModelFacts | None
 
 
 def _indivisible(facts: ModelFacts, tp: int) -> list[str]:
-    sizes = {"attention heads": facts.heads, "key-value heads": facts.kv_heads, "feed-forward rows": facts.ffn}
+    sizes = {"attention heads": facts.heads, "key-value heads": facts.kv_heads}
+    if facts.dense_layers:
+        sizes["feed-forward rows"] = facts.ffn
+    if facts.experts is not None and facts.experts.shared_ffn:
+        sizes["rows of the shared expert"] = facts.experts.shared_ffn
     return [f"{size} {what}" for what, size in sizes.items() if size % tp]
 
 
@@ -85,7 +90,7 @@ def _generation_problems(tp: int, training_tp: int, world: int, facts: ModelFact
         problems.append(f"does not divide {facts.heads} attention heads of {facts.path}")
     if facts.kv_heads % tp and tp % facts.kv_heads:
         problems.append(f"neither divides {facts.kv_heads} key-value heads of {facts.path} nor is a multiple of them")
-    if facts.ffn % tp:
+    if facts.dense_layers and facts.ffn % tp:
         problems.append(f"does not divide {facts.ffn} feed-forward rows of {facts.path}")
     padded = -(-facts.vocab // VLLM_VOCABULARY_MULTIPLE) * VLLM_VOCABULARY_MULTIPLE
     if padded % tp:
@@ -96,8 +101,9 @@ def _generation_problems(tp: int, training_tp: int, world: int, facts: ModelFact
 def generation_layout_problems(config: Config, world: int, facts: ModelFacts | None) -> list[str]:
     """rollout.tp against the ranks, the training layout and the model."""
     tp, training_tp = config.rollout.tp, config.actor.parallel.tp
+    problems = generation_expert_problems(config, facts)
     wrong = _generation_problems(tp, training_tp, world, facts)
     if not wrong:
-        return []
+        return problems
     valid = [n for n in divisors(world) if not _generation_problems(n, training_tp, world, facts)]
-    return [f"rollout.tp={tp}: {'; '.join(wrong)}; nearest that works: {nearest_values(tp, valid)}."]
+    return [f"rollout.tp={tp}: {'; '.join(wrong)}; nearest that works: {nearest_values(tp, valid)}.", *problems]

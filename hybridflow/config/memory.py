@@ -32,20 +32,20 @@ class Phase:
         return sum(self.parts.values())
 
 
-def training_parameters(facts: ModelFacts, tp: int, pp: int) -> int:
+def training_parameters(facts: ModelFacts, tp: int, pp: int, ep: int = 1, etp: int = 1) -> int:
     """Parameters of the rank that holds most: the first or the last pipeline stage."""
-    layers = facts.layers // pp * facts.layer_parameters(tp)
+    layers = facts.layers // pp * facts.layer_parameters(tp, ep=ep, etp=etp)
     vocabulary = -(-facts.vocab // tp) * facts.hidden
     if pp == 1:
         return layers + facts.hidden + vocabulary * (1 if facts.tied else 2)
     return layers + facts.hidden + vocabulary  # the last stage: output layer (a copy of a tied embedding) and final norm
 
 
-def generation_parameters(facts: ModelFacts, tp: int) -> int:
+def generation_parameters(facts: ModelFacts, tp: int, ep: int = 1) -> int:
     """Parameters of one rank of a vLLM replica; key-value heads are repeated where there are fewer of them than ranks."""
     padded = -(-facts.vocab // VLLM_VOCABULARY_MULTIPLE) * VLLM_VOCABULARY_MULTIPLE
     vocabulary = padded // tp * facts.hidden * (1 if facts.tied else 2)
-    return facts.layers * facts.layer_parameters(tp, max(1, facts.kv_heads // tp)) + facts.hidden + vocabulary
+    return facts.layers * facts.layer_parameters(tp, max(1, facts.kv_heads // tp), ep, tp // ep) + facts.hidden + vocabulary
 
 
 def activation_bytes(settings: ActorConfig | PlacedConfig, facts: ModelFacts) -> int:
@@ -84,7 +84,7 @@ def _title(role: ModelRole) -> str:
 def _state(role: ModelRole, ranks: int, facts: ModelFacts) -> dict[str, int]:
     """What a role holds on its fullest rank: weights, and gradients and optimizer state if it is trained."""
     parallel, width = role.settings.parallel, BYTES[role.settings.model.dtype]
-    parameters = training_parameters(facts, parallel.tp, parallel.pp)
+    parameters = training_parameters(facts, parallel.tp, parallel.pp, parallel.ep, parallel.etp)
     prefix = "" if role.section == "actor" else f"{role.name} "
     if not role.trained:
         return {f"{prefix}weights": parameters * width}
@@ -100,7 +100,7 @@ def _while_generating(config: Config, states: dict[ModelRole, dict[str, int]], f
             continue
         offloaded = role.trained and role.settings.offload
         parts |= {name: size for name, size in state.items() if not offloaded or (role.section == "actor" and name == "weights")}
-    parts["rollout weights"] = generation_parameters(facts, config.rollout.tp) * BYTES[config.actor.model.dtype]
+    parts["rollout weights"] = generation_parameters(facts, config.rollout.tp, config.rollout.ep) * BYTES[config.actor.model.dtype]
     parts["key-value cache"] = int(config.rollout.kv_cache_gib * GIB)
     return parts
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from hybridflow.config import keys
+from hybridflow.config.expert_facts import Experts, mixtral_experts
 from hybridflow.config.rope_rules import rope_kind
 from hybridflow.errors import ConfigError, ModelError
 
@@ -21,6 +22,7 @@ class FamilyFacts:
 
     qkv_bias: query, key and value always have a bias. optional_biases: attention_bias and mlp_bias may ask for them.
     qk_norm: query and key heads are normalized. window: attention reaches `sliding_window` tokens back, where that is set.
+    experts: reads the experts of a mixture-of-experts family from the fields of the file of that name.
     defaults: values of absent fields that are not another field's.
     """
 
@@ -28,12 +30,14 @@ class FamilyFacts:
     optional_biases: bool = False
     qk_norm: bool = False
     window: bool = False
+    experts: Callable[[Mapping[str, Any], str | Path], Experts] | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 FAMILIES = {  # by model_type of config.json; hybridflow.models.weight_map.FAMILIES holds their tables
     "llama": FamilyFacts(optional_biases=True),
     "mistral": FamilyFacts(window=True, defaults={"num_key_value_heads": 8, "sliding_window": 4096}),
+    "mixtral": FamilyFacts(window=True, experts=mixtral_experts, defaults={"num_key_value_heads": 8, "num_experts_per_tok": 2}),
     "qwen2": FamilyFacts(qkv_bias=True, defaults={"num_key_value_heads": 32}),
     "qwen3": FamilyFacts(qk_norm=True, defaults={"num_key_value_heads": 32, "head_dim": 128}),
 }
@@ -59,25 +63,42 @@ class ModelFacts:
     mlp_bias: bool = False
     qk_norm: bool = False
     window: int | None = None  # tokens that attention reaches back, itself included, where that is less than max_positions
+    experts: Experts | None = None  # None: a dense model
 
     @property
     def longest_sequence(self) -> int:
         """Tokens of the longest sequence the engines compute rightly: up to the window, attention through it is full attention."""
         return min(self.max_positions, self.window or self.max_positions)
 
-    def layer_parameters(self, tp: int = 1, kv_heads: int | None = None) -> int:
-        """Of one decoder layer on one of `tp` tensor-parallel ranks, which holds `kv_heads` key-value heads (None: its share)."""
+    @property
+    def dense_layers(self) -> int:
+        """Layers with a plain feed-forward."""
+        return self.layers - (sum(self.experts.layers) if self.experts is not None else 0)
+
+    def layer_parameters(self, tp: int = 1, kv_heads: int | None = None, ep: int = 1, etp: int = 1) -> int:
+        """Of one decoder layer on one of `tp` tensor-parallel ranks, which holds `kv_heads` key-value heads (None: its share).
+
+        In a model with experts: of a layer that has them, dealt to `ep` ranks and cut over `etp`.
+        """
         queries = self.head_dim * self.heads // tp
         qkv = queries + 2 * self.head_dim * (self.kv_heads // tp if kv_heads is None else kv_heads)
-        ffn = self.ffn // tp
-        biases = qkv * self.qkv_bias + self.hidden * self.output_bias + (2 * ffn + self.hidden) * self.mlp_bias
+        biases = qkv * self.qkv_bias + self.hidden * self.output_bias
         norms = 2 * self.hidden + 2 * self.head_dim * self.qk_norm
-        return self.hidden * (qkv + queries + 3 * ffn) + biases + norms
+        return self.hidden * (qkv + queries) + biases + norms + self._feed_forward(tp, ep, etp)
+
+    def _feed_forward(self, tp: int, ep: int, etp: int) -> int:
+        if self.experts is not None:
+            return self.experts.layer_parameters(self.hidden, tp, ep, etp)
+        ffn = self.ffn // tp
+        return 3 * self.hidden * ffn + (2 * ffn + self.hidden) * self.mlp_bias
 
     @property
     def parameters(self) -> int:
         """All weights, norms and biases."""
-        return self.layers * self.layer_parameters() + self.hidden + self.vocab * self.hidden * (1 if self.tied else 2)
+        layers = self.layers * self.layer_parameters()
+        if self.experts is not None:
+            layers += self.dense_layers * (3 * self.hidden * self.ffn - self.experts.layer_parameters(self.hidden))
+        return layers + self.hidden + self.vocab * self.hidden * (1 if self.tied else 2)
 
 
 def read_model_facts(path: str, key: str = "actor.model.path") -> ModelFacts:
@@ -137,7 +158,7 @@ def model_facts(content: Mapping[str, Any], path: str, file: str | Path) -> Mode
         path, name, layers, hidden, ffn, heads, kv_heads, fields.get("head_dim") or hidden // heads, vocab, max_positions,
         tied=bool(fields.get("tie_word_embeddings", False)), qkv_bias=family.qkv_bias or attention_bias, output_bias=attention_bias,
         mlp_bias=family.optional_biases and bool(fields.get("mlp_bias")), qk_norm=family.qk_norm,
-        window=window if window < max_positions else None,
+        window=window if window < max_positions else None, experts=family.experts(fields, file) if family.experts else None,
     )  # fmt: skip
 
 

@@ -89,6 +89,7 @@ class ReferenceConfig(PlacedConfig):
 class RolloutConfig:
     n: int = setting(8, minimum=1)  # responses per prompt
     tp: int = setting(1, minimum=1)  # tensor parallel inside one engine replica; the number of replicas follows from the ranks
+    ep: int = setting(1, minimum=1)  # experts: 1: each cut over the tp ranks; equal to tp: whole experts, dealt to them
     temperature: float = setting(1.0, minimum=0)  # of sampling, and of the log-probs training uses
     top_p: float = setting(1.0, above=0, maximum=1)
     top_k: int = setting(-1, minimum=-1)  # -1: off

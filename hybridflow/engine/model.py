@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from hybridflow.engine.attention import PackedAttention, Packing
 from hybridflow.engine.device import Device
 from hybridflow.engine.norm import RMSNorm
 from hybridflow.engine.parallel import Parallel
+from hybridflow.engine.router import ExactRouter
 from hybridflow.errors import ConfigError
 from hybridflow.models.settings import MegatronSettings
 from hybridflow.models.weight_map import padded_vocab
@@ -21,14 +23,18 @@ from hybridflow.models.weight_map import padded_vocab
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import RowParallelLinear
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
+
+LOCAL_EXPERTS = "mlp.experts.local_experts."
 
 logging.getLogger("megatron").setLevel(logging.ERROR)
 
@@ -102,6 +108,11 @@ def transformer_config(
         raise ConfigError(f"model.dtype {dtype} is not supported by the Megatron engine; use bfloat16 or float32")
     if layout.cp > 1:
         raise ConfigError(f"parallel.cp={layout.cp}: the Megatron engine has no context parallelism yet; set it to 1")
+    if settings.experts is not None and layout.tp > 1 and not sequence_parallel:
+        raise ConfigError(
+            f"parallel.tp={layout.tp} with experts needs parallel.sequence_parallel=true: otherwise every tensor-parallel rank "
+            "would send the same tokens to the experts"
+        )
     virtual: dict[str, Any] = {}
     if layout.vpp > 1:
         virtual = {"virtual_pipeline_model_parallel_size": layout.vpp, "overlap_p2p_comm": True, "batch_p2p_comm": False}
@@ -114,6 +125,7 @@ def transformer_config(
         pipeline_model_parallel_size=layout.pp,
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
         sequence_parallel=sequence_parallel and layout.tp > 1,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -138,17 +150,26 @@ def transformer_config(
 
 def block_spec(config: TransformerConfig, settings: MegatronSettings, chunk: int | None) -> TransformerBlockSubmodules:
     """Megatron's local layers with our attention and norm."""
-    layer = copy.deepcopy(get_gpt_layer_local_spec(normalization="RMSNorm"))
+    count, first = get_num_layers_to_build(config, vp_stage=chunk), get_transformer_layer_offset(config, vp_stage=chunk)
+    layers = [layer_spec(settings, n) for n in range(first, first + count)]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+
+
+def layer_spec(settings: MegatronSettings, n: int) -> ModuleSpec:
+    """Decoder layer n (from 0)."""
+    experts = settings.experts if settings.experts is not None and settings.experts.layers[n] else None
+    layer = copy.deepcopy(get_gpt_layer_local_spec(normalization="RMSNorm", num_experts=experts.routing.experts if experts else None))
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = PackedAttention
     if settings.attention_output_bias:
         attention.linear_proj = BiasedRowParallelLinear
-    if config.qk_layernorm:
+    if settings.transformer["qk_layernorm"]:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    count = get_num_layers_to_build(config, vp_stage=chunk)
-    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=RMSNorm)
+    if experts is not None:
+        layer.submodules.mlp.submodules.router = partial(ExactRouter, routing=experts.routing)
+    return layer
 
 
 def build_chunks(
@@ -195,14 +216,26 @@ FUSED_NORMS = {
 }
 
 
-def named_parameters(chunks: list[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
-    """Parameters of this rank by the local spec's name, whatever the spec, with global layer numbers (from 0)."""
-    parameters = {}
+def named_parameters(chunks: list[torch.nn.Module]) -> dict[str, torch.Tensor]:
+    """Parameters of this rank, and a router's expert bias, by the local spec's name, whatever the spec.
+
+    Layers and experts are numbered within the model, from 0.
+    """
+    found: dict[str, torch.Tensor] = {}
     for chunk in map(unwrap, chunks):
-        numbers = {str(i): layer.layer_number - 1 for i, layer in enumerate(chunk.decoder.layers)}
-        for name, parameter in chunk.named_parameters():
-            if name.startswith("decoder.layers."):
-                local, rest = name.removeprefix("decoder.layers.").split(".", 1)
-                name = f"decoder.layers.{numbers[local]}.{FUSED_NORMS.get(rest, rest)}"
-            parameters[name] = parameter
-    return parameters
+        biases = ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(".router.expert_bias"))
+        for name, parameter in (*chunk.named_parameters(), *biases):
+            found[_global_name(chunk, name)] = parameter
+    return found
+
+
+def _global_name(chunk: PackedGPTModel, name: str) -> str:
+    """Megatron numbers layers within a chunk and experts within a rank."""
+    if not name.startswith("decoder.layers."):
+        return name
+    local, rest = name.removeprefix("decoder.layers.").split(".", 1)
+    layer = chunk.decoder.layers[int(local)]
+    if rest.startswith(LOCAL_EXPERTS):
+        expert, rest = rest.removeprefix(LOCAL_EXPERTS).split(".", 1)
+        rest = f"{LOCAL_EXPERTS}{layer.mlp.local_expert_indices[int(expert)]}.{rest}"
+    return f"decoder.layers.{layer.layer_number - 1}.{FUSED_NORMS.get(rest, rest)}"

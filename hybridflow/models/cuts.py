@@ -194,9 +194,15 @@ class FusedQKV:
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of a family's table: the sources, how they are cut, and the parameter's name in each engine."""
+    """One line of a family's table: the sources, how they are cut, and the parameter's name in each engine.
+
+    `expert`: number of the expert it belongs to. Only ranks that own the expert have it, cut over expert-tensor-parallel
+    ranks. vLLM stacks its experts in one parameter [experts of the rank, rows, columns]: `vllm` names that, and slice i of
+    it is called `<vllm>.<i>`.
+    """
 
     sources: tuple[str, ...]
     cut: Cut
     megatron: str
     vllm: str
+    expert: int | None = None

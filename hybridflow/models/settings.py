@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hybridflow.config.expert_facts import Experts
 from hybridflow.config.model_facts import ModelFacts, model_facts
 from hybridflow.config.rope_rules import rope_kind
 from hybridflow.errors import ModelError
@@ -26,6 +27,7 @@ class MegatronSettings:
     activation: str  # "silu": TransformerConfig.activation_func by name, so that this module needs no torch
     inverse_frequencies: tuple[float, ...] = ()  # of the rotary embedding; empty where the attention module has its own
     attention_output_bias: bool = False  # linear_proj has a bias although add_bias_linear is off
+    experts: Experts | None = None  # None: a dense model
 
 
 def facts_of(hf_config: Any) -> ModelFacts:
@@ -56,6 +58,7 @@ def dense_settings(hf_config: Any) -> MegatronSettings:
         "softmax_scale": rope.attention_factor**2 * shape.head_dim**-0.5,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
+        **(expert_arguments(shape.experts) if shape.experts is not None else {}),
     }
     gpt = {
         "vocab_size": shape.vocab,
@@ -65,7 +68,21 @@ def dense_settings(hf_config: Any) -> MegatronSettings:
         "rotary_base": rope.theta,
     }
     # With add_bias_linear the output projection has its bias from there.
-    return MegatronSettings(transformer, gpt, activation, rope.inverse_frequencies, shape.output_bias and not shape.mlp_bias)
+    return MegatronSettings(transformer, gpt, activation, rope.inverse_frequencies, shape.output_bias and not shape.mlp_bias, shape.experts)
+
+
+def expert_arguments(experts: Experts) -> dict[str, Any]:
+    """Keyword arguments of Megatron's TransformerConfig; the choice of experts itself is engine/router.py's."""
+    return {
+        "num_moe_experts": experts.routing.experts,
+        "moe_ffn_hidden_size": experts.ffn,
+        "moe_router_topk": experts.routing.top,
+        "moe_router_load_balancing_type": "none",
+        "moe_router_pre_softmax": True,  # scores come before the choice
+        "moe_router_dtype": "fp32" if experts.routing.float32 else None,
+        "moe_shared_expert_intermediate_size": experts.shared_ffn or None,
+        "moe_shared_expert_gate": experts.shared_gate,
+    }
 
 
 def read_hf_config(path: str) -> Any:

@@ -13,10 +13,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from hybridflow.config.layout import Layout, stage_layers
+from hybridflow.config.layout import Coordinates, Layout, stage_layers
+from hybridflow.config.ranges import divisors, nearest_values
 from hybridflow.errors import ModelError
 from hybridflow.models.cuts import Entry, Shape, padded_vocab
-from hybridflow.models.families import llama, mistral, qwen2, qwen3
+from hybridflow.models.families import llama, mistral, mixtral, qwen2, qwen3
 from hybridflow.models.families.dense import Family, embedding, final_norm, output_layer, score
 from hybridflow.models.settings import MegatronSettings, facts_of
 from hybridflow.models.shards import ShardParameter
@@ -24,7 +25,9 @@ from hybridflow.models.shards import ShardParameter
 __all__ = ["FAMILIES", "HEADS", "WeightMap", "padded_vocab", "weight_map"]
 
 HEADS = ("lm", "scalar")
-FAMILIES: dict[str, Family] = {family.name: family for family in (llama.FAMILY, mistral.FAMILY, qwen2.FAMILY, qwen3.FAMILY)}
+FAMILIES: dict[str, Family] = {
+    family.name: family for family in (llama.FAMILY, mistral.FAMILY, mixtral.FAMILY, qwen2.FAMILY, qwen3.FAMILY)
+}
 
 
 class WeightMap:
@@ -58,42 +61,71 @@ class WeightMap:
         return [*self._first, *layers, *self._last, *([] if self.tied else [self._head])]
 
     def megatron(self, layout: Layout, rank: int) -> dict[str, ShardParameter]:
-        """Parameters of global rank `rank`, keyed by Megatron name with global layer numbers.
+        """Parameters of global rank `rank`, keyed by Megatron name with global layer and expert numbers.
 
         A tied model with pp > 1 has `output_layer.weight` on its last stage too, made of pieces of the embedding.
         Raises ModelError when the model does not divide into the layout.
         """
         at = layout.coordinates(rank)
-        key = ("megatron", layout.tp, layout.pp, layout.vpp, layout.ep, at.tp, at.pp)
+        key = ("megatron", layout.tp, layout.pp, layout.vpp, layout.ep, layout.etp, at.tp, at.pp, at.ep, at.etp)
         if key not in self._cache:
             self._refuse(layout)
-            entries = self._stage(layout, at.pp)
-            self._cache[key] = tuple(ShardParameter(e.megatron, *e.cut.megatron(e.sources, layout.tp, at.tp)) for e in entries)
+            entries = [e for e in self._stage(layout, at.pp) if e.expert is None or self._owner(e.expert, layout.ep) == at.ep]
+            self._cache[key] = tuple(self._megatron_shard(entry, layout, at) for entry in entries)
         return {parameter.name: parameter for parameter in self._cache[key]}
 
-    def vllm(self, tp: int, tp_rank: int) -> dict[str, ShardParameter]:
-        """Parameters of tensor-parallel rank `tp_rank` of a vLLM replica, keyed by vLLM name.
+    def vllm(self, tp: int, tp_rank: int, ep: int = 1) -> dict[str, ShardParameter]:
+        """Parameters of tensor-parallel rank `tp_rank` of a vLLM replica, keyed by vLLM name (experts: see Entry).
 
+        `ep` 1: every rank holds a part of each expert; `ep` = tp: whole experts, each on one rank.
         Raises ModelError when vLLM cannot cut the model over `tp` ranks.
         """
-        key = ("vllm", tp, tp_rank)
+        key = ("vllm", tp, tp_rank, ep)
         if key not in self._cache:
-            self._raise(self.tensor_parallel_problems(tp, "vllm"))
-            self._cache[key] = tuple(ShardParameter(e.vllm, *e.cut.vllm(e.sources, tp, tp_rank)) for e in self._table())
+            self._raise(self.vllm_problems(tp, ep))
+            entries = [e for e in self._table() if e.expert is None or ep == 1 or self._owner(e.expert, ep) == tp_rank]
+            self._cache[key] = tuple(self._vllm_shard(entry, tp, tp_rank, ep) for entry in entries)
         return {parameter.name: parameter for parameter in self._cache[key]}
 
-    def tensor_parallel_problems(self, tp: int, engine: str) -> list[str]:
-        """Why `tp` cannot work in `engine` ("megatron" or "vllm"), with the nearest that does; empty when it can."""
-        problems = self._refusals(tp, engine)
+    def _owner(self, expert: int, ep: int) -> int:
+        """The expert-parallel rank that holds `expert`: each has a run of neighbours."""
+        return expert // (self.settings.experts.routing.experts // ep)
+
+    def _megatron_shard(self, entry: Entry, layout: Layout, at: Coordinates) -> ShardParameter:
+        tp, rank = (layout.tp, at.tp) if entry.expert is None else (layout.etp, at.etp)
+        return ShardParameter(entry.megatron, *entry.cut.megatron(entry.sources, tp, rank))
+
+    def _vllm_shard(self, entry: Entry, tp: int, rank: int, ep: int) -> ShardParameter:
+        if entry.expert is None:
+            return ShardParameter(entry.vllm, *entry.cut.vllm(entry.sources, tp, rank))
+        local = entry.expert % (self.settings.experts.routing.experts // ep)
+        cut = entry.cut.vllm(entry.sources, tp, rank) if ep == 1 else entry.cut.vllm(entry.sources, 1, 0)
+        return ShardParameter(f"{entry.vllm}.{local}", *cut)
+
+    def vllm_problems(self, tp: int, ep: int = 1) -> list[str]:
+        """Why vLLM cannot hold the model on `tp` ranks with experts dealt to `ep` of them; empty when it can."""
+        problems = self.tensor_parallel_problems(tp, "vllm", experts_too=ep == 1)
+        problems += self._expert_problems(ep, 1, "set it to 1")
+        if ep not in (1, tp):
+            problems.append(f"expert parallel {ep} in vLLM: it deals experts to all {tp} tensor-parallel ranks or to none; use 1 or {tp}")
+        return problems
+
+    def tensor_parallel_problems(self, tp: int, engine: str, experts_too: bool = False) -> list[str]:
+        """Why `tp` cannot work in `engine` ("megatron" or "vllm"), with the nearest that does; empty when it can.
+
+        `experts_too`: routed experts are cut by tp as well.
+        """
+        problems = self._refusals(tp, engine, experts_too)
         if not problems:
             return []
-        works = [t for t in range(1, 2 * tp + 1) if not self._refusals(t, engine)]
+        works = [t for t in range(1, 2 * tp + 1) if not self._refusals(t, engine, experts_too)]
         nearest = [t for t in works if t < tp][-1:] + [t for t in works if t > tp][:1]
         sizes = " or ".join(map(str, nearest))
         return [f"{self.family} in {engine}: {'; '.join(problems)}; nearest tensor parallel size that works: {sizes}"]
 
-    def _refusals(self, tp: int, engine: str) -> list[str]:
-        return list(dict.fromkeys(problem for entry in self._table() for problem in entry.cut.refusals(tp, engine)))
+    def _refusals(self, tp: int, engine: str, experts_too: bool) -> list[str]:
+        cuts = dict.fromkeys(entry.cut for entry in self._table() if experts_too or entry.expert is None)
+        return list(dict.fromkeys(problem for cut in cuts for problem in cut.refusals(tp, engine)))
 
     def _stage(self, layout: Layout, pp: int) -> list[Entry]:
         """Table entries of one pipeline stage, its virtual chunks in order."""
@@ -115,9 +147,22 @@ class WeightMap:
             problems.append(f"{layers} layers do not divide into {asked}; the nearest number of chunks that works is {nearest}")
         if layout.vpp > 1 and layout.pp == 1:
             problems.append(f"vpp {layout.vpp} needs pp > 1")
-        if layout.ep > 1:
-            problems.append(f"expert parallel {layout.ep} on a {self.family} model without experts; set ep to 1")
+        problems += self._expert_problems(layout.ep, layout.etp, "set ep and etp to 1")
         self._raise(problems)
+
+    def _expert_problems(self, ep: int, etp: int, remedy: str) -> list[str]:
+        """Why experts cannot be dealt to `ep` ranks and each cut over `etp`; empty when they can."""
+        experts = self.settings.experts
+        if experts is None:
+            asked = f"expert parallel {ep}, expert tensor parallel {etp} on a {self.family} model without experts; {remedy}"
+            return [asked] if ep > 1 or etp > 1 else []
+        count, rows = experts.routing.experts, experts.ffn
+        parts = ((count, "experts", "expert parallel", ep), (rows, "rows of an expert", "expert tensor parallel", etp))
+        return [
+            f"{value} {what} do not divide by {kind} {asked}; nearest that works: {nearest_values(asked, divisors(value))}"
+            for value, what, kind, asked in parts
+            if value % asked
+        ]
 
     @staticmethod
     def _raise(problems: list[str]) -> None:

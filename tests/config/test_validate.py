@@ -11,7 +11,7 @@ from hybridflow.config.model_facts import ModelFacts
 from hybridflow.config.schema import Config, ParallelConfig
 from hybridflow.config.validate import can_plan, validate
 from hybridflow.config.warn import sequence_warning, warnings
-from tests.config.support import QWEN, SMOLLM2, WIDE, config_of
+from tests.config.support import MIXTRAL, QWEN, SMOLLM2, WIDE, config_of
 
 Changes = dict[str, object]
 
@@ -46,9 +46,20 @@ RULES: list[tuple[int, ModelFacts | None, Changes, list[str], Changes]] = [
     # not there yet
     (1, None, {"engine_type": "fsdp"}, ["engine_type=fsdp", "engine_type=megatron"], {"engine_type": "megatron"}),
     (2, None, {"actor__parallel__cp": 2}, ["actor.parallel.cp=2", "not available", "must be 1"], {"actor__parallel__cp": 1}),
-    (2, None, {"actor__parallel__ep": 2}, ["actor.parallel.ep=2", "not available"], {"actor__parallel__ep": 1}),
-    (2, None, {"actor__parallel__etp": 2}, ["actor.parallel.etp=2", "not available"], {"actor__parallel__etp": 1}),
     (2, None, {"actor__parallel__vpp": 2}, ["actor.parallel.vpp=2", "not available"], {"actor__parallel__vpp": 1}),
+    # experts
+    (2, WIDE, {"actor__parallel__ep": 2}, ["actor.parallel.ep=2", "/wide (llama) has no experts", "set it to 1"], {}),
+    (2, WIDE, {"rollout__tp": 2, "rollout__ep": 2}, ["rollout.ep=2", "no experts"], {"rollout__tp": 2}),
+    (3, MIXTRAL, {"actor__parallel__ep": 3, "data__train_batch_size": 3}, ["actor.parallel.ep=3", "8 experts of /mixtral", "works: 2 or 4"],
+     {"data__train_batch_size": 3}),
+    (4, MIXTRAL, {"actor__parallel__ep": 8}, ["ep=8 x etp=1 = 8", "4 ranks of a pipeline stage", "work: 4"], {"actor__parallel__ep": 4}),
+    (4, MIXTRAL, {"actor__parallel__pp": 2, "actor__parallel__ep": 4}, ["ep=4 x etp=1 = 4", "2 ranks of a pipeline stage", "work: 2"],
+     {"actor__parallel__pp": 2, "actor__parallel__ep": 2}),
+    (3, MIXTRAL, {"actor__parallel__etp": 3, "data__train_batch_size": 3}, ["actor.parallel.etp=3", "14336 rows of an expert"],
+     {"data__train_batch_size": 3}),
+    (4, MIXTRAL, {"actor__parallel__tp": 2, "actor__parallel__ep": 2}, ["actor.parallel.tp=2", "set actor.parallel.sequence_parallel=true"],
+     {"actor__parallel__tp": 2, "actor__parallel__ep": 2, "actor__parallel__sequence_parallel": True}),
+    (4, MIXTRAL, {"rollout__tp": 4, "rollout__ep": 2}, ["rollout.ep=2", "use 1 or 4"], {"rollout__tp": 4, "rollout__ep": 4}),
     # training layout
     (2, SMOLLM2, {"actor__parallel__tp": 2}, ["actor.parallel.tp=2", "9 attention heads", "3 key-value heads", "works: 1"], {}),
     (6, SMOLLM2, {"actor__parallel__tp": 6, "data__train_batch_size": 60}, ["actor.parallel.tp=6", "9 attention heads", "works: 3"],

@@ -71,7 +71,8 @@ def gradients(engine: MegatronEngine) -> dict[str, torch.Tensor]:
         for bucket in buffer.buckets:
             part = bucket.grad_data.chunk(group.size())[group.rank()].clone()
             dist.all_gather_into_tensor(bucket.grad_data, part, group=group)
-    return {name: parameter.main_grad.clone() for name, parameter in named_parameters(engine.chunks).items()}
+    trained = named_parameters(engine.chunks)
+    return {name: p.main_grad.clone() if p.requires_grad else torch.zeros_like(p) for name, p in trained.items()}
 
 
 def keep_gradients(engine: MegatronEngine) -> dict[str, torch.Tensor]:

@@ -16,7 +16,8 @@ def load_model(path: str, scalar: bool = False) -> Any:
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     kind = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
-    return kind.from_pretrained(path, dtype=torch.float64, attn_implementation="eager")
+    # "eager" experts: the grouped matrix product that Hugging Face prefers has no float64
+    return kind.from_pretrained(path, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager")
 
 
 def reference_log_probs(model: Any, batch: Batch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,18 +61,42 @@ def reference_update(
     plain = [p for p in model.parameters() if p.dim() <= 1]
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
-    result = Reference(before={name: tensor.detach().clone() for name, tensor in model.named_parameters()})
+    result = Reference(before=as_stored(model, {name: tensor.detach().clone() for name, tensor in trained_and_fixed(model)}))
     for _ in range(steps):
         optimizer.zero_grad()
         output = loss(_token_batch(model, batch, temperature, entropy))
         output.loss.backward()
         if not result.gradients:
-            result.gradients = {name: tensor.grad.clone() for name, tensor in model.named_parameters()}
+            gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in trained_and_fixed(model)}
+            result.gradients = as_stored(model, gradients)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip_grad)
         optimizer.step()
         numbers = {"loss": output.loss, "grad_norm": norm, **output.sums, **output.maxima}
         result.metrics.append({name: value.item() for name, value in numbers.items()})
-    result.after = {name: tensor.detach() for name, tensor in model.named_parameters()}
+    result.after = as_stored(model, {name: tensor.detach() for name, tensor in trained_and_fixed(model)})
+    return result
+
+
+def trained_and_fixed(model: Any) -> list[tuple[str, torch.Tensor]]:
+    """Parameters, and the buffers that a checkpoint keeps (DeepSeek-V3's bias of the choice of experts)."""
+    return [*model.named_parameters(), *((n, b) for n, b in model.named_buffers() if n.endswith("e_score_correction_bias"))]
+
+
+def as_stored(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """By the names of a checkpoint: it keeps experts one by one, where the module stacks them (gate rows on top of up rows)."""
+    mixtral = model.config.model_type == "mixtral"
+    gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    result = {}
+    for name, tensor in tensors.items():
+        name = name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name
+        base = name.rpartition(".")[0]
+        for e, part in enumerate(tensor if ".experts." in name else ()):
+            if name.endswith("gate_up_proj"):
+                result[f"{base}.{e}.{gate}.weight"], result[f"{base}.{e}.{up}.weight"] = part.chunk(2)
+            else:
+                result[f"{base}.{e}.{down}.weight"] = part
+        if ".experts." not in name:
+            result[name] = tensor
     return result
 
 

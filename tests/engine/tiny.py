@@ -10,6 +10,7 @@ import torch
 from hybridflow.config.schema import OptimizerConfig
 from hybridflow.data.batch import Batch, Ragged
 from hybridflow.engine.loss_types import LossOutput, TokenBatch
+from tests.tiny import EXPERTS
 
 VOCAB = 101
 FAMILIES = {
@@ -42,7 +43,7 @@ def make_checkpoint(folder: Path, family: str, layers: int = 4, seed: int = 0, s
         "bos_token_id": None,
         "eos_token_id": 0,
         "pad_token_id": None,  # with one, Hugging Face gives that row of the embedding no gradient
-        **FAMILIES[family],
+        **(FAMILIES.get(family) or {"tie_word_embeddings": False, **EXPERTS[family]}),
     }
     config = AutoConfig.for_model(family, **{**settings, **({"num_labels": 1} if scalar else {}), **changes})
     kind = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
@@ -50,6 +51,9 @@ def make_checkpoint(folder: Path, family: str, layers: int = 4, seed: int = 0, s
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * (0.1 if parameter.dim() > 1 else 0.2))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_()
     path = folder / (f"{family}_scalar" if scalar else family)
     model.save_pretrained(path)
     return str(path)

@@ -20,7 +20,7 @@ from hybridflow.models.tensor_files import describe
 from hybridflow.models.weight_map import weight_map
 from tests.models.rank_jobs import disk_full_midway, round_trip
 from tests.ranks import RankPool
-from tests.tiny import make_tiny_model
+from tests.tiny import EXPERTS, make_tiny_model
 
 LAYOUTS = {
     "tp2pp2": Layout(4, tp=2, pp=2),
@@ -28,6 +28,9 @@ LAYOUTS = {
     "pp2vpp2dp2": Layout(4, pp=2, vpp=2),
     "tp4": Layout(4, tp=4),
 }
+
+
+EXPERT_LAYOUTS = [Layout(4, tp=2, ep=2), Layout(4, pp=2, ep=2), Layout(4, tp=2, ep=2, etp=2), Layout(4, ep=4)]
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +74,15 @@ def test_round_trip_is_bit_equal(pool: RankPool, source: Path, layout: Layout, t
     assert describe(target)["model.embed_tokens.weight"].shape[0] == 101
     assert ("lm_head.weight" in describe(target)) is (not AutoConfig.from_pretrained(source).tie_word_embeddings)
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_round_trip_of_experts_is_bit_equal(pool: RankPool, family: str, tmp_path: Path) -> None:
+    source = Path(make_tiny_model(tmp_path / "source", family, tied=False, seed=int(torch.randint(1 << 30, ()))))
+    for number, layout in enumerate(EXPERT_LAYOUTS):
+        target = tmp_path / str(number)
+        assert pool.run(round_trip, str(source), str(target), layout, torch.float32) == [None] * 4
+        assert_same_model(source, target)
 
 
 def test_several_files_and_a_second_trip(pool: RankPool, source: Path, tmp_path: Path) -> None:

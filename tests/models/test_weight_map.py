@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import GPT2Config, LlamaConfig, MistralConfig, MixtralConfig, Qwen2Config, Qwen3Config
 
 from hybridflow.config.layout import Layout
 from hybridflow.errors import ModelError
@@ -162,7 +163,7 @@ def test_vocabulary_that_vllm_cannot_cut_is_refused() -> None:
 
 
 def test_unsupported_family_lists_the_supported() -> None:
-    with pytest.raises(ModelError, match="model_type 'gpt2' is not supported; supported families: llama, mistral, qwen2, qwen3"):
+    with pytest.raises(ModelError, match="model_type 'gpt2' is not supported; supported families: llama, mistral, mixtral, qwen2, qwen3"):
         weight_map(GPT2Config())
 
 
@@ -171,3 +172,54 @@ def test_stage_shards_are_equal_on_every_data_parallel_replica() -> None:
     for rank in range(layout.world):
         at = layout.coordinates(rank)
         assert weights.megatron(layout, rank) == weights.megatron(layout, layout.rank(tp=at.tp, pp=at.pp, dp=0))
+
+
+def experts(**changes: Any) -> Any:
+    """Six experts of 12 rows, on 4 heads and 4 layers."""
+    values: dict[str, Any] = dict(num_local_experts=6, intermediate_size=12, hidden_size=8, num_attention_heads=4, num_key_value_heads=4,
+                                  num_hidden_layers=4, vocab_size=64, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
+    return MixtralConfig(**{**values, **changes})
+
+
+def is_expert(name: str) -> bool:
+    return ".experts." in name
+
+
+@settings(max_examples=40, deadline=None)
+@given(tp=st.sampled_from([1, 2, 4]), pp=st.integers(1, 2), ep=st.sampled_from([1, 2, 3, 6]), etp=st.integers(1, 3), dp=st.integers(1, 2))
+def test_each_expert_lies_on_its_owners_once_per_replica(tp: int, pp: int, ep: int, etp: int, dp: int) -> None:
+    weights, layout = weight_map(experts()), Layout(math.lcm(tp, ep * etp) * pp * dp, tp=tp, pp=pp, ep=ep, etp=etp)
+    shards = [weights.megatron(layout, rank) for rank in range(layout.world)]
+    for name, count in counts(weights, shards).items():
+        copies = layout.world // (pp * ep * etp) if is_expert(name) else layout.dp * (1 if sharded(name) and "gate" not in name else tp)
+        assert count.min() == count.max() == copies, name
+    for shard in shards:
+        for parameter in shard.values():
+            check_storage(parameter, padded=False)
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_vllm_stacks_parts_of_all_experts_or_all_of_some(ep: int) -> None:
+    weights = weight_map(experts())
+    shards = [weights.vllm(2, rank, ep=ep) for rank in range(2)]
+    for name, count in counts(weights, shards).items():
+        assert count.min() == count.max() == (1 if sharded(name) and "gate" not in name or is_expert(name) else 2), name
+    stacked = "model.layers.3.block_sparse_moe.experts.w13_weight."
+    for shard in shards:
+        found = [shard[name].shape for name in shard if name.startswith(stacked)]
+        assert found == ([(12, 8)] * 6 if ep == 1 else [(24, 8)] * 3)
+    numbers = [shards[1][f"{stacked}{n}"].pieces[0].tensor.split(".")[5] for n in range(3)]
+    assert numbers == (["0", "1", "2"] if ep == 1 else ["3", "4", "5"])
+
+
+def test_experts_that_do_not_divide_are_refused_with_the_nearest() -> None:
+    with pytest.raises(ModelError) as caught:
+        weight_map(experts()).megatron(Layout(40, ep=4, etp=5), 0)
+    text = str(caught.value)
+    assert "6 experts do not divide by expert parallel 4; nearest that works: 3 or 6" in text
+    assert "12 rows of an expert do not divide by expert tensor parallel 5; nearest that works: 4 or 6" in text
+    assert "expert parallel 2 in vLLM: it deals experts to all 4 tensor-parallel ranks or to none; use 1 or 4" in weight_map(
+        experts()
+    ).vllm_problems(4, ep=2)[0]
+    with pytest.raises(ValueError, match="2 ranks of a pipeline stage are no multiple of etp 1 x ep 3 = 3"):
+        Layout(4, pp=2, ep=3)

@@ -1,0 +1,66 @@
+"""Mixture of experts as numbers: which layers have experts, how a router chooses among them, how large they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hybridflow.errors import ModelError
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How a router picks the experts of a token and weighs them: score, choose, normalise, scale, in this order.
+
+    `score`: "softmax" over all experts or "sigmoid" of each, in float32. With `groups` > 1 a token first chooses
+    `top_groups` groups of neighbouring experts, by `group_score` ("max": the best expert of the group, DeepSeek-V2, arXiv
+    2405.04434; "top2": the sum of its two best, DeepSeek-V3, arXiv 2412.19437), and then experts among those only.
+    """
+
+    experts: int
+    top: int  # experts per token
+    score: str = "softmax"
+    normalize: bool = True  # divide the weights of the chosen by their sum
+    scale: float = 1.0
+    bias: bool = False  # a number per expert, not trained, is added to the scores for the choice alone
+    groups: int = 1
+    top_groups: int = 1
+    group_score: str = "max"
+    float32: bool = False  # the logits too are computed in float32
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The experts of a model. Shared experts see every token and lie in one feed-forward of `shared_ffn` rows (0: none)."""
+
+    routing: Routing
+    ffn: int  # rows of one routed expert
+    layers: tuple[bool, ...]  # whether a layer has experts, or a dense feed-forward
+    shared_ffn: int = 0
+    shared_gate: bool = False  # the shared output is weighed by a sigmoid of its own
+
+    def layer_parameters(self, hidden: int, tp: int = 1, ep: int = 1, etp: int = 1) -> int:
+        """Of the experts and the router of one layer, on one rank: routed experts cut by ep and etp, shared ones by tp."""
+        routed = 3 * hidden * self.ffn // etp * (self.routing.experts // ep)
+        fixed = self.routing.experts * (hidden + self.routing.bias) + hidden * self.shared_gate
+        return routed + fixed + 3 * hidden * self.shared_ffn // tp
+
+
+def mixtral_experts(fields: Mapping[str, Any], file: str | Path) -> Experts:
+    """Every layer; the rows of an expert are called intermediate_size."""
+    experts, top, ffn, layers = _sizes(fields, file, "num_local_experts", "num_experts_per_tok", "intermediate_size", "num_hidden_layers")
+    return Experts(Routing(experts, top), ffn, (True,) * layers)
+
+
+def _sizes(fields: Mapping[str, Any], file: str | Path, *names: str) -> list[int]:
+    """Positive numbers; the first two are experts and experts per token. Raises ModelError."""
+    wrong = [f"{name}={fields.get(name)!r}" for name in names if type(fields.get(name)) is not int or fields[name] < 1]
+    if wrong:
+        raise ModelError(f"{file}: these must be positive integers: {', '.join(wrong)}; take config.json from the model's source.")
+    experts, top = names[:2]
+    if fields[top] > fields[experts]:
+        given = f"{top}={fields[top]} is more than {experts}={fields[experts]}"
+        raise ModelError(f"{file}: {given}; take config.json from the model's source.")
+    return [fields[name] for name in names]
