@@ -15,6 +15,9 @@ CHARACTERS = string.digits + "+-*=(). \n" + string.ascii_letters + "!\"#$%&',/:;
 SPECIAL_TOKENS = 4
 EXPERTS: dict[str, dict[str, Any]] = {  # what tiny mixture-of-experts configurations have beside the sizes of a dense decoder
     "mixtral": {"num_local_experts": 4},
+    "qwen2_moe": {"num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64,
+                  "mlp_only_layers": [1]},
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 32, "norm_topk_prob": True},
 }
 
 

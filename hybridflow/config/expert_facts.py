@@ -54,6 +54,19 @@ def mixtral_experts(fields: Mapping[str, Any], file: str | Path) -> Experts:
     return Experts(Routing(experts, top), ffn, (True,) * layers)
 
 
+def qwen_experts(fields: Mapping[str, Any], file: str | Path) -> Experts:
+    """Every decoder_sparse_step-th layer but mlp_only_layers; Qwen2 has a shared expert beside the chosen ones."""
+    fields = {"num_experts": fields.get("num_local_experts"), **fields}  # transformers 5 writes the new name
+    sizes = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "num_hidden_layers", "decoder_sparse_step")
+    experts, top, ffn, layers, step = _sizes(fields, file, *sizes)
+    dense = fields.get("mlp_only_layers") or []
+    shared = fields.get("shared_expert_intermediate_size") or 0
+    return Experts(
+        Routing(experts, top, normalize=bool(fields.get("norm_topk_prob"))), ffn,
+        tuple((n + 1) % step == 0 and n not in dense for n in range(layers)), shared, shared_gate=shared > 0,
+    )  # fmt: skip
+
+
 def _sizes(fields: Mapping[str, Any], file: str | Path, *names: str) -> list[int]:
     """Positive numbers; the first two are experts and experts per token. Raises ModelError."""
     wrong = [f"{name}={fields.get(name)!r}" for name in names if type(fields.get(name)) is not int or fields[name] < 1]

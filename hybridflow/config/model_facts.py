@@ -11,7 +11,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from hybridflow.config import keys
-from hybridflow.config.expert_facts import Experts, mixtral_experts
+from hybridflow.config.expert_facts import Experts, mixtral_experts, qwen_experts
 from hybridflow.config.rope_rules import rope_kind
 from hybridflow.errors import ConfigError, ModelError
 
@@ -39,7 +39,9 @@ FAMILIES = {  # by model_type of config.json; hybridflow.models.weight_map.FAMIL
     "mistral": FamilyFacts(window=True, defaults={"num_key_value_heads": 8, "sliding_window": 4096}),
     "mixtral": FamilyFacts(window=True, experts=mixtral_experts, defaults={"num_key_value_heads": 8, "num_experts_per_tok": 2}),
     "qwen2": FamilyFacts(qkv_bias=True, defaults={"num_key_value_heads": 32}),
+    "qwen2_moe": FamilyFacts(qkv_bias=True, experts=qwen_experts, defaults={"num_key_value_heads": 16, "decoder_sparse_step": 1}),
     "qwen3": FamilyFacts(qk_norm=True, defaults={"num_key_value_heads": 32, "head_dim": 128}),
+    "qwen3_moe": FamilyFacts(qk_norm=True, experts=qwen_experts, defaults={"num_key_value_heads": 4, "decoder_sparse_step": 1}),
 }
 
 

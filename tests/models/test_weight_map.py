@@ -163,7 +163,7 @@ def test_vocabulary_that_vllm_cannot_cut_is_refused() -> None:
 
 
 def test_unsupported_family_lists_the_supported() -> None:
-    with pytest.raises(ModelError, match="model_type 'gpt2' is not supported; supported families: llama, mistral, mixtral, qwen2, qwen3"):
+    with pytest.raises(ModelError, match="model_type 'gpt2' is not supported; supported families: .*llama, mistral, mixtral, qwen2, "):
         weight_map(GPT2Config())
 
 

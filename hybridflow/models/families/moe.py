@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from hybridflow.config.expert_facts import Experts
 from hybridflow.config.model_facts import ModelFacts
 from hybridflow.models.cuts import Column, Entry, Replicated, Row
 from hybridflow.models.families.dense import attention, gated_mlp, pre_norms
@@ -14,12 +15,13 @@ from hybridflow.models.settings import facts_of
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """Where a checkpoint and vLLM keep the experts: the module below the layer, and the three projections of an expert."""
+    """Where a checkpoint and vLLM keep the experts: the module below the layer, the three projections of an expert, the shared one."""
 
     module: str = "mlp"
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    shared: str = "shared_experts"
 
 
 def expert_layer(names: ExpertNames) -> Callable[[Any, int], list[Entry]]:
@@ -46,6 +48,20 @@ def feed_forward(n: int, shape: ModelFacts, names: ExpertNames) -> list[Entry]:
         entries.append(Entry(sources, gate_up, f"{target}.linear_fc1.weight", f"{hf}.experts.w13_weight", expert=e))
         down = Row(hidden, experts.ffn, "columns of an expert")
         entries.append(Entry((f"{source}.{names.down}.weight",), down, f"{target}.linear_fc2.weight", f"{hf}.experts.w2_weight", expert=e))
+    return entries + (shared_expert(f"{hf}.{names.shared}", f"{megatron}.shared_experts", experts, hidden) if experts.shared_ffn else [])
+
+
+def shared_expert(hf: str, megatron: str, experts: Experts, hidden: int) -> list[Entry]:
+    """The shared experts, one feed-forward, and its gate where the model has one."""
+    rows, what = experts.shared_ffn, "rows of the shared expert"
+    gate_up = Column((rows, rows), (hidden,), what)
+    sources = (f"{hf}.gate_proj.weight", f"{hf}.up_proj.weight")
+    entries = [
+        Entry(sources, gate_up, f"{megatron}.linear_fc1.weight", f"{hf}.gate_up_proj.weight"),
+        Entry((f"{hf}.down_proj.weight",), Row(hidden, rows, what), f"{megatron}.linear_fc2.weight", f"{hf}.down_proj.weight"),
+    ]
+    if experts.shared_gate:
+        entries.append(whole(f"{hf}_gate.weight", f"{megatron}.gate_weight", f"{hf}_gate.weight", (1, hidden)))
     return entries
 
 

@@ -13,7 +13,8 @@ def settings(hf_config: Any) -> MegatronSettings:
     facts = facts_of(hf_config)
     if facts.head_dim * facts.heads != facts.hidden:
         given = f"head_dim {facts.head_dim} x {facts.heads} heads"
-        raise ModelError(f"{given} is not hidden_size {facts.hidden}; vLLM ignores head_dim for qwen2, so remove it from config.json")
+        remedy = f"vLLM ignores head_dim for {facts.family}, so remove it from config.json"
+        raise ModelError(f"{given} is not hidden_size {facts.hidden}; {remedy}")
     refuse_partial_window(hf_config)
     return dense_settings(hf_config)
 

@@ -11,7 +11,7 @@ from hybridflow.models.settings import MegatronSettings, dense_settings
 
 def settings(hf_config: Any) -> MegatronSettings:
     if getattr(hf_config, "attention_bias", False):
-        raise ModelError("attention_bias true is not supported for qwen3: vLLM gives its output projection no bias")
+        raise ModelError(f"attention_bias true is not supported for {hf_config.model_type}: vLLM gives its output projection no bias")
     refuse_partial_window(hf_config)
     return dense_settings(hf_config)
 
