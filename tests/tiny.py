@@ -13,10 +13,17 @@ from hybridflow.data.char_tokenizer import char_tokenizer
 
 CHARACTERS = string.digits + "+-*=(). \n" + string.ascii_letters + "!\"#$%&',/:;<>?@[\\]^_`{|}~"
 SPECIAL_TOKENS = 4
+LATENT = {"num_key_value_heads": None, "rms_norm_eps": 1e-6, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_shared_experts": 2,
+          "first_k_dense_replace": 1, "kv_lora_rank": 16, "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 16,
+          "routed_scaling_factor": 1.5}
 EXPERTS: dict[str, dict[str, Any]] = {  # what tiny mixture-of-experts configurations have beside the sizes of a dense decoder
     "mixtral": {"num_local_experts": 4},
     "qwen2_moe": {"num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64,
                   "mlp_only_layers": [1]},
+    "deepseek_v2": {**LATENT, "q_lora_rank": None, "n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy"},
+    "deepseek_v3": {**LATENT, "q_lora_rank": 20, "n_group": 2, "topk_group": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
+                    "rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.8,
+                                        "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 64}},
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 32, "norm_topk_prob": True},
 }
 

@@ -67,6 +67,26 @@ def qwen_experts(fields: Mapping[str, Any], file: str | Path) -> Experts:
     )  # fmt: skip
 
 
+def deepseek_experts(fields: Mapping[str, Any], file: str | Path) -> Experts:
+    """Every layer from first_k_dense_replace on; V2 scores with a softmax, V3 with sigmoids and a bias of the choice."""
+    fields = {"n_routed_experts": fields.get("num_local_experts"), **fields}
+    sizes = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "num_hidden_layers", "n_shared_experts")
+    experts, top, ffn, layers, shared = _sizes(fields, file, *sizes)
+    v3 = fields.get("model_type") == "deepseek_v3"
+    grouped = v3 or fields.get("topk_method") == "group_limited_greedy"
+    groups, top_groups = (fields.get("n_group") or 1, fields.get("topk_group") or 1) if grouped else (1, 1)
+    if experts % groups or top_groups > groups or top > experts // groups * top_groups or (v3 and groups > 1 and experts // groups < 2):
+        given = f"n_routed_experts={experts}, n_group={groups}, topk_group={top_groups}, num_experts_per_tok={top}"
+        raise ModelError(f"{file}: {given} do not fit together; take config.json from the model's source.")
+    routing = Routing(
+        experts, top, score="sigmoid" if v3 else "softmax", normalize=v3 and bool(fields.get("norm_topk_prob", True)),
+        scale=float(fields.get("routed_scaling_factor", 1.0)), bias=v3, groups=groups, top_groups=top_groups,
+        group_score="top2" if v3 else "max", float32=True,
+    )  # fmt: skip
+    dense = fields.get("first_k_dense_replace") or 0
+    return Experts(routing, ffn, tuple(n >= dense for n in range(layers)), shared * ffn)
+
+
 def _sizes(fields: Mapping[str, Any], file: str | Path, *names: str) -> list[int]:
     """Positive numbers; the first two are experts and experts per token. Raises ModelError."""
     wrong = [f"{name}={fields.get(name)!r}" for name in names if type(fields.get(name)) is not int or fields[name] < 1]

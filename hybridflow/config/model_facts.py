@@ -11,7 +11,8 @@ from typing import Any
 from omegaconf import MISSING
 
 from hybridflow.config import keys
-from hybridflow.config.expert_facts import Experts, mixtral_experts, qwen_experts
+from hybridflow.config.expert_facts import Experts, deepseek_experts, mixtral_experts, qwen_experts
+from hybridflow.config.latent_facts import Latent, latent_attention
 from hybridflow.config.rope_rules import rope_kind
 from hybridflow.errors import ConfigError, ModelError
 
@@ -22,7 +23,7 @@ class FamilyFacts:
 
     qkv_bias: query, key and value always have a bias. optional_biases: attention_bias and mlp_bias may ask for them.
     qk_norm: query and key heads are normalized. window: attention reaches `sliding_window` tokens back, where that is set.
-    experts: reads the experts of a mixture-of-experts family from the fields of the file of that name.
+    experts, latent: read the experts and the latent attention of a family that has them, from the fields of the file of that name.
     defaults: values of absent fields that are not another field's.
     """
 
@@ -31,10 +32,13 @@ class FamilyFacts:
     qk_norm: bool = False
     window: bool = False
     experts: Callable[[Mapping[str, Any], str | Path], Experts] | None = None
+    latent: Callable[[Mapping[str, Any], str | Path], Latent] | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 FAMILIES = {  # by model_type of config.json; hybridflow.models.weight_map.FAMILIES holds their tables
+    "deepseek_v2": FamilyFacts(experts=deepseek_experts, latent=latent_attention),
+    "deepseek_v3": FamilyFacts(experts=deepseek_experts, latent=latent_attention),
     "llama": FamilyFacts(optional_biases=True),
     "mistral": FamilyFacts(window=True, defaults={"num_key_value_heads": 8, "sliding_window": 4096}),
     "mixtral": FamilyFacts(window=True, experts=mixtral_experts, defaults={"num_key_value_heads": 8, "num_experts_per_tok": 2}),
@@ -66,6 +70,7 @@ class ModelFacts:
     qk_norm: bool = False
     window: int | None = None  # tokens that attention reaches back, itself included, where that is less than max_positions
     experts: Experts | None = None  # None: a dense model
+    latent: Latent | None = None  # None: plain attention
 
     @property
     def longest_sequence(self) -> int:
@@ -82,6 +87,8 @@ class ModelFacts:
 
         In a model with experts: of a layer that has them, dealt to `ep` ranks and cut over `etp`.
         """
+        if self.latent is not None:
+            return self.latent.parameters(self.hidden, self.heads // tp) + 2 * self.hidden + self._feed_forward(tp, ep, etp)
         queries = self.head_dim * self.heads // tp
         qkv = queries + 2 * self.head_dim * (self.kv_heads // tp if kv_heads is None else kv_heads)
         biases = qkv * self.qkv_bias + self.hidden * self.output_bias
@@ -154,13 +161,16 @@ def model_facts(content: Mapping[str, Any], path: str, file: str | Path) -> Mode
     if not _is_size(kv_heads) or heads % kv_heads:
         raise ModelError(f"{file}: num_key_value_heads={kv_heads!r} must divide num_attention_heads={heads}.")
     rope_kind(content, file)
+    latent = family.latent(fields, file) if family.latent else None
+    head_dim = latent.head_dim if latent is not None else fields.get("head_dim") or hidden // heads
     attention_bias = family.optional_biases and bool(fields.get("attention_bias"))
     window = (fields.get("sliding_window") if family.window else None) or max_positions
     return ModelFacts(
-        path, name, layers, hidden, ffn, heads, kv_heads, fields.get("head_dim") or hidden // heads, vocab, max_positions,
+        path, name, layers, hidden, ffn, heads, kv_heads, head_dim, vocab, max_positions,
         tied=bool(fields.get("tie_word_embeddings", False)), qkv_bias=family.qkv_bias or attention_bias, output_bias=attention_bias,
         mlp_bias=family.optional_biases and bool(fields.get("mlp_bias")), qk_norm=family.qk_norm,
         window=window if window < max_positions else None, experts=family.experts(fields, file) if family.experts else None,
+        latent=latent,
     )  # fmt: skip
 
 

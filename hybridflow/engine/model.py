@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from hybridflow.engine import compat  # noqa: F401  (before megatron)
 from hybridflow.engine.attention import PackedAttention, Packing
 from hybridflow.engine.device import Device
+from hybridflow.engine.latent_attention import LatentAttention
 from hybridflow.engine.norm import RMSNorm
 from hybridflow.engine.parallel import Parallel
 from hybridflow.engine.router import ExactRouter
@@ -23,6 +24,7 @@ from hybridflow.models.weight_map import padded_vocab
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import RowParallelLinear
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -161,15 +163,22 @@ def layer_spec(settings: MegatronSettings, n: int) -> ModuleSpec:
     layer = copy.deepcopy(get_gpt_layer_local_spec(normalization="RMSNorm", num_experts=experts.routing.experts if experts else None))
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
-    attention = layer.submodules.self_attention.submodules
+    if settings.latent is not None:
+        latent = {"latent": settings.latent, "rotary_scale": settings.rotary_scale}
+        layer.submodules.self_attention = ModuleSpec(module=LatentAttention, params=latent)
+    else:
+        _plain_attention(layer.submodules.self_attention.submodules, settings)
+    if experts is not None:
+        layer.submodules.mlp.submodules.router = partial(ExactRouter, routing=experts.routing)
+    return layer
+
+
+def _plain_attention(attention: SelfAttentionSubmodules, settings: MegatronSettings) -> None:
     attention.core_attention = PackedAttention
     if settings.attention_output_bias:
         attention.linear_proj = BiasedRowParallelLinear
     if settings.transformer["qk_layernorm"]:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    if experts is not None:
-        layer.submodules.mlp.submodules.router = partial(ExactRouter, routing=experts.routing)
-    return layer
 
 
 def build_chunks(

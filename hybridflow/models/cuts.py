@@ -78,6 +78,46 @@ class Replicated:
 
 
 @dataclass(frozen=True)
+class Stacked:
+    """Several sources on top of each other, whole on every rank; `rows[i]` is the height of source i."""
+
+    rows: tuple[int, ...]
+    trailing: Shape
+
+    def logical(self) -> tuple[Shape, ...]:
+        return tuple((n, *self.trailing) for n in self.rows)
+
+    def megatron(self, sources: tuple[str, ...], tp: int, rank: int) -> Shard:
+        return stack_rows([(name, 0, n) for name, n in zip(sources, self.rows)], self.trailing)
+
+    vllm = megatron
+
+    def refusals(self, tp: int, engine: str) -> list[str]:
+        return []
+
+
+@dataclass(frozen=True)
+class HeadRows:
+    """Output rows in runs of `size` for each of `heads` heads; whole heads are dealt to the ranks."""
+
+    heads: int
+    size: int
+    trailing: Shape
+
+    def logical(self) -> tuple[Shape, ...]:
+        return ((self.heads * self.size, *self.trailing),)
+
+    def megatron(self, sources: tuple[str, ...], tp: int, rank: int) -> Shard:
+        mine = self.heads // tp * self.size
+        return stack_rows([(sources[0], rank * mine, mine)], self.trailing)
+
+    vllm = megatron
+
+    def refusals(self, tp: int, engine: str) -> list[str]:
+        return _indivisible("attention heads", self.heads, tp)
+
+
+@dataclass(frozen=True)
 class Column:
     """Output rows are cut; several sources (gate, up) lie on top of each other, each cut by itself.
 

@@ -5,6 +5,7 @@ Megatron-Core 0.16 computes Llama 3's scaling with fixed low- and high-frequency
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,3 +41,16 @@ def rotary(hf_config: Any, head_dim: int) -> Rotary:
     else:
         values, factor = ROPE_INIT_FUNCTIONS[kind](hf_config, torch.device("cpu"))
     return Rotary(theta, tuple(values.tolist()), float(factor))
+
+
+def latent_scales(hf_config: Any, head_dim: int, rope: Rotary) -> tuple[float, float]:
+    """(factor of the rotated part, softmax scale) of DeepSeek's latent attention.
+
+    YaRN's temperature reaches the unrotated part too, through the softmax scale: its square root is 0.1 mscale_all_dim ln(factor) + 1.
+    """
+    fields = hf_config.to_dict().get("rope_parameters") or {}
+    scale = head_dim**-0.5
+    all_dim = fields.get("mscale_all_dim") or 0
+    if all_dim and fields.get("rope_type", "default") != "default" and fields["factor"] > 1:
+        scale *= (0.1 * all_dim * math.log(fields["factor"]) + 1.0) ** 2
+    return rope.attention_factor, scale

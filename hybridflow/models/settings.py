@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.config.expert_facts import Experts
+from hybridflow.config.latent_facts import Latent
 from hybridflow.config.model_facts import ModelFacts, model_facts
 from hybridflow.config.rope_rules import rope_kind
 from hybridflow.errors import ModelError
@@ -28,6 +29,8 @@ class MegatronSettings:
     inverse_frequencies: tuple[float, ...] = ()  # of the rotary embedding; empty where the attention module has its own
     attention_output_bias: bool = False  # linear_proj has a bias although add_bias_linear is off
     experts: Experts | None = None  # None: a dense model
+    latent: Latent | None = None  # None: plain attention
+    rotary_scale: float = 1.0  # latent attention: what the rotated part of queries and keys is multiplied by
 
 
 def facts_of(hf_config: Any) -> ModelFacts:

@@ -17,7 +17,7 @@ from hybridflow.config.layout import Coordinates, Layout, stage_layers
 from hybridflow.config.ranges import divisors, nearest_values
 from hybridflow.errors import ModelError
 from hybridflow.models.cuts import Entry, Shape, padded_vocab
-from hybridflow.models.families import llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe
+from hybridflow.models.families import deepseek, llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe
 from hybridflow.models.families.dense import Family, embedding, final_norm, output_layer, score
 from hybridflow.models.settings import MegatronSettings, facts_of
 from hybridflow.models.shards import ShardParameter
@@ -26,8 +26,12 @@ __all__ = ["FAMILIES", "HEADS", "WeightMap", "padded_vocab", "weight_map"]
 
 HEADS = ("lm", "scalar")
 FAMILIES: dict[str, Family] = {
-    module.FAMILY.name: module.FAMILY for module in (llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe)
-}
+    family.name: family
+    for family in (
+        deepseek.V2, deepseek.V3, llama.FAMILY, mistral.FAMILY, mixtral.FAMILY, qwen2.FAMILY, qwen2_moe.FAMILY, qwen3.FAMILY,
+        qwen3_moe.FAMILY,
+    )
+}  # fmt: skip
 
 
 class WeightMap:

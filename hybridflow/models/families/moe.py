@@ -41,6 +41,9 @@ def feed_forward(n: int, shape: ModelFacts, names: ExpertNames) -> list[Entry]:
         return gated_mlp(n, shape)
     hf, megatron, hidden = f"model.layers.{n}.{names.module}", f"decoder.layers.{n}.mlp", shape.hidden
     entries = [whole(f"{hf}.gate.weight", f"{megatron}.router.weight", f"{hf}.gate.weight", (experts.routing.experts, hidden))]
+    if experts.routing.bias:
+        name = f"{hf}.gate.e_score_correction_bias"
+        entries.append(whole(name, f"{megatron}.router.expert_bias", name, (experts.routing.experts,)))
     for e in range(experts.routing.experts):
         source, target = f"{hf}.experts.{e}", f"{megatron}.experts.local_experts.{e}"
         gate_up = Column((experts.ffn, experts.ffn), (hidden,), "rows of an expert")
