@@ -13,9 +13,9 @@ from hybridflow.data.char_tokenizer import char_tokenizer
 
 CHARACTERS = string.digits + "+-*=(). \n" + string.ascii_letters + "!\"#$%&',/:;<>?@[\\]^_`{|}~"
 SPECIAL_TOKENS = 4
-LATENT = {"num_key_value_heads": None, "rms_norm_eps": 1e-6, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_shared_experts": 2,
-          "first_k_dense_replace": 1, "kv_lora_rank": 16, "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 16,
-          "routed_scaling_factor": 1.5}
+LATENT = {"num_key_value_heads": None, "rms_norm_eps": 1e-6, "n_routed_experts": 8, "num_experts_per_tok": 3,
+          "moe_intermediate_size": 32, "n_shared_experts": 2, "first_k_dense_replace": 1, "kv_lora_rank": 16,
+          "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 16, "routed_scaling_factor": 1.5}
 EXPERTS: dict[str, dict[str, Any]] = {  # what tiny mixture-of-experts configurations have beside the sizes of a dense decoder
     "mixtral": {"num_local_experts": 4},
     "qwen2_moe": {"num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64,

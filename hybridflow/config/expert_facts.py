@@ -56,7 +56,7 @@ def mixtral_experts(fields: Mapping[str, Any], file: str | Path) -> Experts:
 
 def qwen_experts(fields: Mapping[str, Any], file: str | Path) -> Experts:
     """Every decoder_sparse_step-th layer but mlp_only_layers; Qwen2 has a shared expert beside the chosen ones."""
-    fields = {"num_experts": fields.get("num_local_experts"), **fields}  # transformers 5 writes the new name
+    fields = _renamed(fields, "num_experts")
     sizes = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "num_hidden_layers", "decoder_sparse_step")
     experts, top, ffn, layers, step = _sizes(fields, file, *sizes)
     dense = fields.get("mlp_only_layers") or []
@@ -69,7 +69,7 @@ def qwen_experts(fields: Mapping[str, Any], file: str | Path) -> Experts:
 
 def deepseek_experts(fields: Mapping[str, Any], file: str | Path) -> Experts:
     """Every layer from first_k_dense_replace on; V2 scores with a softmax, V3 with sigmoids and a bias of the choice."""
-    fields = {"n_routed_experts": fields.get("num_local_experts"), **fields}
+    fields = _renamed(fields, "n_routed_experts")
     sizes = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "num_hidden_layers", "n_shared_experts")
     experts, top, ffn, layers, shared = _sizes(fields, file, *sizes)
     v3 = fields.get("model_type") == "deepseek_v3"
@@ -85,6 +85,11 @@ def deepseek_experts(fields: Mapping[str, Any], file: str | Path) -> Experts:
     )  # fmt: skip
     dense = fields.get("first_k_dense_replace") or 0
     return Experts(routing, ffn, tuple(n >= dense for n in range(layers)), shared * ffn)
+
+
+def _renamed(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The number of experts under the name of released models; transformers 5 writes it as num_local_experts for some families."""
+    return {**fields, name: fields.get("num_local_experts", fields.get(name))}
 
 
 def _sizes(fields: Mapping[str, Any], file: str | Path, *names: str) -> list[int]:

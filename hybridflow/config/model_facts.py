@@ -36,16 +36,24 @@ class FamilyFacts:
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
+_V2 = {"n_routed_experts": 64, "moe_intermediate_size": 1407, "n_shared_experts": 2, "q_lora_rank": 1536, "kv_lora_rank": 512,
+       "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+_V3 = {**_V2, "n_routed_experts": 256, "moe_intermediate_size": 2048, "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 8,
+       "topk_group": 4, "first_k_dense_replace": 3, "routed_scaling_factor": 2.5}
+_MIXTRAL = {"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2}
+_QWEN2_MOE = {"num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
+              "shared_expert_intermediate_size": 5632, "decoder_sparse_step": 1}
+_QWEN3_MOE = {"num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "decoder_sparse_step": 1}
 FAMILIES = {  # by model_type of config.json; hybridflow.models.weight_map.FAMILIES holds their tables
-    "deepseek_v2": FamilyFacts(experts=deepseek_experts, latent=latent_attention),
-    "deepseek_v3": FamilyFacts(experts=deepseek_experts, latent=latent_attention),
+    "deepseek_v2": FamilyFacts(experts=deepseek_experts, latent=latent_attention, defaults=_V2),
+    "deepseek_v3": FamilyFacts(experts=deepseek_experts, latent=latent_attention, defaults=_V3),
     "llama": FamilyFacts(optional_biases=True),
     "mistral": FamilyFacts(window=True, defaults={"num_key_value_heads": 8, "sliding_window": 4096}),
-    "mixtral": FamilyFacts(window=True, experts=mixtral_experts, defaults={"num_key_value_heads": 8, "num_experts_per_tok": 2}),
+    "mixtral": FamilyFacts(window=True, experts=mixtral_experts, defaults=_MIXTRAL),
     "qwen2": FamilyFacts(qkv_bias=True, defaults={"num_key_value_heads": 32}),
-    "qwen2_moe": FamilyFacts(qkv_bias=True, experts=qwen_experts, defaults={"num_key_value_heads": 16, "decoder_sparse_step": 1}),
+    "qwen2_moe": FamilyFacts(qkv_bias=True, experts=qwen_experts, defaults=_QWEN2_MOE),
     "qwen3": FamilyFacts(qk_norm=True, defaults={"num_key_value_heads": 32, "head_dim": 128}),
-    "qwen3_moe": FamilyFacts(qk_norm=True, experts=qwen_experts, defaults={"num_key_value_heads": 4, "decoder_sparse_step": 1}),
+    "qwen3_moe": FamilyFacts(qk_norm=True, experts=qwen_experts, defaults=_QWEN3_MOE),
 }
 
 
@@ -163,6 +171,8 @@ def model_facts(content: Mapping[str, Any], path: str, file: str | Path) -> Mode
     rope_kind(content, file)
     latent = family.latent(fields, file) if family.latent else None
     head_dim = latent.head_dim if latent is not None else fields.get("head_dim") or hidden // heads
+    if latent is not None and kv_heads != heads:
+        raise ModelError(f"{file}: num_key_value_heads={kv_heads} must be num_attention_heads={heads}: latent attention shares no heads.")
     attention_bias = family.optional_biases and bool(fields.get("attention_bias"))
     window = (fields.get("sliding_window") if family.window else None) or max_positions
     return ModelFacts(

@@ -86,10 +86,11 @@ def _arithmetic_problems(config: Config, world: int, facts: ModelFacts | None, o
 
 
 def _divides(config: Config, world: int) -> bool:
-    """True if every role and every replica gets whole model copies."""
+    """True if every role and every replica gets whole model copies, and every pipeline stage whole sets of experts."""
     roles = model_roles(config)
     ranks = actor_ranks(roles, world)
-    sizes = [(ranks_of(role, roles, world), role.settings.parallel.tp * role.settings.parallel.pp) for role in roles]
+    parts = [(ranks_of(role, roles, world), role.settings.parallel) for role in roles]
+    sizes = [size for have, p in parts for size in ((have, p.tp * p.pp), (have // p.pp, p.ep * p.etp))]
     return ranks > 0 and not any(have % copy for have, copy in sizes) and not (generates(config) and ranks % config.rollout.tp)
 
 
