@@ -43,7 +43,8 @@ _V3 = {**_V2, "n_routed_experts": 256, "moe_intermediate_size": 2048, "n_shared_
 _MIXTRAL = {"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2}
 _QWEN2_MOE = {"num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
               "shared_expert_intermediate_size": 5632, "decoder_sparse_step": 1}
-_QWEN3_MOE = {"num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "decoder_sparse_step": 1}
+_QWEN3_MOE = {**_QWEN2_MOE, "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+              "shared_expert_intermediate_size": 0}
 FAMILIES = {  # by model_type of config.json; hybridflow.models.weight_map.FAMILIES holds their tables
     "deepseek_v2": FamilyFacts(experts=deepseek_experts, latent=latent_attention, defaults=_V2),
     "deepseek_v3": FamilyFacts(experts=deepseek_experts, latent=latent_attention, defaults=_V3),
