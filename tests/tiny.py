@@ -45,9 +45,10 @@ def make_tiny_model(
     tokenizer = tiny_tokenizer(vocab, chat_template)
     config = AutoConfig.for_model(
         family, hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=kv_heads, vocab_size=vocab, max_position_embeddings=max_positions, tie_word_embeddings=tied,
+        vocab_size=vocab, max_position_embeddings=max_positions, tie_word_embeddings=tied,
         pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, bos_token_id=tokenizer.bos_token_id,
-        **{"rope_parameters": {"rope_theta": 50000.0, "rope_type": "default"}, **EXPERTS.get(family, {}), **changes},
+        **{"num_key_value_heads": kv_heads, "rope_parameters": {"rope_theta": 50000.0, "rope_type": "default"},
+           **EXPERTS.get(family, {}), **changes},
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     _randomize(model, torch.Generator().manual_seed(seed))

@@ -38,6 +38,8 @@ def generation_expert_problems(config: Config, facts: ModelFacts | None) -> list
     if ep not in (1, tp):
         problems.append(f"rollout.ep={ep}: vLLM deals experts to all rollout.tp={tp} ranks or to none; "
                         f"use {'1' if tp == 1 else f'1 or {tp}'}.")
+    if ep > 1 and config.cluster.device == "cpu":
+        problems.append(f"rollout.ep={ep} with cluster.device=cpu: vLLM's CPU kernel needs a part of every expert on each rank; use 1.")
     if facts is None:
         return problems
     if experts is None:

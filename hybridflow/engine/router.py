@@ -50,10 +50,10 @@ class ExactRouter(Router):
         self.register_buffer("expert_bias", torch.zeros(routing.experts, dtype=torch.float32) if routing.bias else None)
 
     def routing(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights [T, E] (0 where not chosen) in the dtype of the logits, and which are chosen, bool [T, E]."""
+        """Weights, float32 [T, E] (0 where not chosen), and which are chosen, bool [T, E]."""
         logits_TE = logits.view(-1, self.rules.experts)
         weight_TK, chosen_TK = choose(logits_TE, self.rules, self.expert_bias)
-        weight_TE = torch.zeros_like(logits_TE).scatter(1, chosen_TK, weight_TK.type_as(logits_TE))
+        weight_TE = torch.zeros_like(logits_TE, dtype=torch.float32).scatter(1, chosen_TK, weight_TK)
         return weight_TE, torch.zeros_like(logits_TE, dtype=torch.bool).scatter_(1, chosen_TK, True)
 
     def forward(self, input: torch.Tensor, padding_mask: None = None) -> tuple[torch.Tensor, torch.Tensor]:

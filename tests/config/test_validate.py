@@ -59,6 +59,8 @@ RULES: list[tuple[int, ModelFacts | None, Changes, list[str], Changes]] = [
      {"data__train_batch_size": 3}),
     (4, MIXTRAL, {"actor__parallel__tp": 2, "actor__parallel__ep": 2}, ["actor.parallel.tp=2", "set actor.parallel.sequence_parallel=true"],
      {"actor__parallel__tp": 2, "actor__parallel__ep": 2, "actor__parallel__sequence_parallel": True}),
+    (4, MIXTRAL, {"rollout__tp": 4, "rollout__ep": 4, "cluster__device": "cpu"}, ["rollout.ep=4 with cluster.device=cpu", "use 1"],
+     {"rollout__tp": 4, "rollout__ep": 4}),
     (4, MIXTRAL, {"rollout__tp": 4, "rollout__ep": 2}, ["rollout.ep=2", "use 1 or 4"], {"rollout__tp": 4, "rollout__ep": 4}),
     # training layout
     (2, SMOLLM2, {"actor__parallel__tp": 2}, ["actor.parallel.tp=2", "9 attention heads", "3 key-value heads", "works: 1"], {}),
