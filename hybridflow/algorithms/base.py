@@ -11,8 +11,10 @@ from hybridflow.cluster.sharded import ShardedBatch
 from hybridflow.cluster.worker_group import RoleHandle
 from hybridflow.config.algorithms import ALGORITHMS
 from hybridflow.config.schema import Config
+from hybridflow.data.chat import Messages
 from hybridflow.engine.loss_types import TokenLoss
 from hybridflow.observe.timer import PhaseTimer
+from hybridflow.rewards.sources import RewardSources
 
 
 class Controller(Protocol):
@@ -25,15 +27,17 @@ class Controller(Protocol):
 
 @dataclass(frozen=True)
 class Prompts:
-    """One draw of prompts: their tokens, and by prompt_id the text and the other columns that a reward needs."""
+    """One draw of prompts: their tokens, and by prompt_id what a reward needs: text, other columns, and the messages of chats."""
 
     batch: ShardedBatch
     texts: dict[int, str]
     columns: dict[int, dict[str, Any]]
+    chats: dict[int, Messages] = field(default_factory=dict)
 
     def __or__(self, other: Prompts) -> Prompts:
         """Both draws, this one first."""
-        return Prompts(ShardedBatch.cat([self.batch, other.batch]), self.texts | other.texts, self.columns | other.columns)
+        return Prompts(ShardedBatch.cat([self.batch, other.batch]), self.texts | other.texts, self.columns | other.columns,
+                       self.chats | other.chats)
 
 
 @dataclass
@@ -44,7 +48,7 @@ class Flow:
     timer: PhaseTimer
     actor: RoleHandle
     reference: RoleHandle | None = None
-    reward: RoleHandle | None = None
+    reward: RewardSources | None = None
     draw: Callable[[int], Prompts] | None = None  # so many further prompts, for steps that replace some of theirs
     controllers: dict[str, Controller] = field(default_factory=dict)
     step: int = 0  # number of the current step, from 1

@@ -16,15 +16,14 @@ STD_EPS = 1e-8
 SumOverRanks = Callable[[torch.Tensor], torch.Tensor]  # adds a float64 tensor over all ranks that share the rows
 
 
-def token_rewards(score_B: torch.Tensor, lengths_B: torch.Tensor, token_reward: Ragged | None, reward_B: torch.Tensor,
-                  mask: Ragged | None = None) -> Ragged:
+def token_rewards(score_B: torch.Tensor, lengths_B: torch.Tensor, token_reward: Ragged | None, mask: Ragged | None = None) -> Ragged:
     """Reward of each response token, Ragged float32: `token_reward`, and on the last trained token what of `score` is not in it.
 
-    score_B: [B] what the response is worth in all. token_reward: per-token rewards with sums reward_B, or None: then the whole score
+    score_B: [B] what the response is worth in all. token_reward: the reward function's, or None: then the whole score
     stands on the last trained token (the end-of-sequence token where one was sampled). Rows without one have nothing to carry it.
     """
     values_T = torch.zeros(int(lengths_B.sum())) if token_reward is None else token_reward.values.clone().float()
-    rest_B = score_B if token_reward is None else score_B - reward_B
+    rest_B = score_B if token_reward is None else score_B - token_reward.sums()
     row_T = torch.repeat_interleave(torch.arange(len(lengths_B)), lengths_B)
     keep_T = torch.ones(len(values_T), dtype=torch.bool) if mask is None else mask.values.bool()
     last_B = torch.full((len(lengths_B),), -1).scatter_reduce_(0, row_T[keep_T], keep_T.nonzero().flatten(), "amax")

@@ -13,9 +13,9 @@ from hybridflow.algorithms.minibatch import mini_batches
 from hybridflow.algorithms.summary import mean_of, rollout_metrics
 from hybridflow.algorithms.token_advantages import TokenAdvantages
 from hybridflow.cluster.sharded import ShardedBatch
-from hybridflow.cluster.worker_group import Future
 from hybridflow.config.schema import Config
 from hybridflow.data.batch import FINISH_LENGTH
+from hybridflow.rewards.sources import PendingReward
 
 
 def sample(flow: Flow, prompts: Prompts, *, greedy: bool = False) -> ShardedBatch:
@@ -32,9 +32,9 @@ def leave_generation(flow: Flow) -> None:
         flow.actor.leave_generation().get()
 
 
-def start_rewards(flow: Flow, batch: ShardedBatch, prompts: Prompts) -> Future:
-    """Scores of the responses, computed in CPU processes beside what comes next."""
-    return flow.reward.compute_reward(batch, texts=prompts.texts, columns=prompts.columns)
+def start_rewards(flow: Flow, batch: ShardedBatch, prompts: Prompts) -> PendingReward:
+    """Scores of the responses, computed in processes of their own beside what comes next."""
+    return flow.reward.compute_reward(batch, prompts)
 
 
 def add_log_probs(flow: Flow, batch: ShardedBatch) -> ShardedBatch:
@@ -47,7 +47,7 @@ def add_log_probs(flow: Flow, batch: ShardedBatch) -> ShardedBatch:
     return batch
 
 
-def add_rewards(flow: Flow, batch: ShardedBatch, rewards: Future) -> tuple[ShardedBatch, dict[str, float]]:
+def add_rewards(flow: Flow, batch: ShardedBatch, rewards: PendingReward) -> tuple[ShardedBatch, dict[str, float]]:
     """Adds reward (what was scored; NaN: nobody scored it), score (what the policy is trained on) and trained (int64, 0 or 1)."""
     with flow.timer.phase("reward"):
         scores, (counts,) = rewards.get()

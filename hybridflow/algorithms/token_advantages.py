@@ -29,7 +29,7 @@ class TokenAdvantages:
         lengths_B = batch["old_log_prob"].lengths
         reward_B, score_B = batch["reward"].nan_to_num(nan=0.0), batch["score"].nan_to_num(nan=0.0)
         mask = Ragged(batch["trained"].bool().repeat_interleave(lengths_B), lengths_B)
-        rewards = token_rewards(score_B, lengths_B, batch["token_reward"] if "token_reward" in batch else None, reward_B, mask)
+        rewards = token_rewards(score_B, lengths_B, batch["token_reward"] if "token_reward" in batch else None, mask)
         if self.kl_coef > 0:
             kl_T = kl_estimate(batch["old_log_prob"].values, batch["ref_log_prob"].values, self.kl_estimator)
             rewards = Ragged(rewards.values - self.kl_coef * kl_T, lengths_B)

@@ -68,7 +68,8 @@ def length_problems(config: Config, facts: ModelFacts | None, others: Mapping[st
     if generates(config):
         parts += f" + rollout.max_response_length={config.rollout.max_response_length} = {longest}"
     problems = []
-    for model in [facts, *others.values()]:
+    judges = {role.name for role in model_roles(config) if role.is_judge}
+    for model in [facts, *(model for name, model in others.items() if name not in judges)]:
         if model is not None and longest > model.longest_sequence:
             limit = "tokens of the sliding window" if model.window else "positions"
             problems.append(f"{parts}: longer than the {model.longest_sequence} {limit} of {model.path}; nearest that works: "

@@ -17,7 +17,9 @@ def file_problems(config: Config) -> list[str]:
     are read_model_facts's."""
     problems = list(_model_problems("actor.model", config.actor.model))
     for role in model_roles(config)[1:]:
-        if role.settings.model.path != config.actor.model.path:
+        if not role.reads_tokens:
+            problems += list(_model_problems(f"{role.section}.model", role.settings.model))
+        elif role.settings.model.path != config.actor.model.path:
             problems += list(_weight_problems(f"{role.section}.model.path", role.settings.model.path))
     if config.data.train_files != MISSING:
         problems += _data_problems("data.train_files", config.data.train_files)

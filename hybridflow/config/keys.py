@@ -47,6 +47,14 @@ class Leaf:
         return name if self.inner is self.type else f"{name}, or null"
 
 
+def tables(section: type, prefix: str) -> tuple[dict[str, Leaf], dict[str, list[str]]]:
+    """Settings, and sections with the names in them, of a dataclass that stands at the key `prefix`."""
+    leaves: dict[str, Leaf] = {}
+    sections: dict[str, list[str]] = {}
+    _walk(section, prefix, leaves, sections)
+    return leaves, sections
+
+
 def _walk(section: type, prefix: str, leaves: dict[str, Leaf], sections: dict[str, list[str]]) -> None:
     hints = typing.get_type_hints(section)
     names = [field.name for field in dataclasses.fields(section)]
@@ -61,10 +69,7 @@ def _walk(section: type, prefix: str, leaves: dict[str, Leaf], sections: dict[st
 
 @functools.cache
 def _tables() -> tuple[dict[str, Leaf], dict[str, list[str]]]:
-    leaves: dict[str, Leaf] = {}
-    sections: dict[str, list[str]] = {}
-    _walk(Config, "", leaves, sections)
-    return leaves, sections
+    return tables(Config, "")
 
 
 def leaves() -> dict[str, Leaf]:

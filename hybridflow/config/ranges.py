@@ -27,13 +27,14 @@ def range_problems(config: Config) -> list[str]:
         value = value_at(config, key)
         if value is None or value == MISSING:
             continue
-        problem = _problem(value, leaf.metadata)
+        problem = range_problem(value, leaf.metadata)
         if problem:
             problems.append(f"{key}={value}: {problem}")
     return problems
 
 
-def _problem(value: Any, limits: Any) -> str | None:
+def range_problem(value: Any, limits: Any) -> str | None:
+    """Why a value is outside the range its field declares; None when it is inside."""
     if "choices" in limits:
         return None if value in limits["choices"] else not_a_choice(value, limits["choices"])
     if isinstance(value, float) and not math.isfinite(value):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from omegaconf import MISSING
+
 from hybridflow.config.algorithms import ALGORITHMS, GENERATING
+from hybridflow.config.reward_models import SECTION, JudgeConfig, ScorerConfig, valid_reward_models
 from hybridflow.config.schema import ActorConfig, Config, PlacedConfig
 
 
@@ -35,7 +38,19 @@ class ModelRole:
     @property
     def evaluation_budget(self) -> int:
         """Token budget of a micro-batch without gradients."""
+        if self.is_judge:
+            return self.settings.max_num_batched_tokens
         return next(value for name, value in vars(self.settings).items() if name.endswith("_max_tokens_per_micro_batch"))
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether it must know the actor's tokens; a reward model may have a tokenizer of its own."""
+        return not isinstance(self.settings, ScorerConfig)
+
+    @property
+    def is_judge(self) -> bool:
+        """Whether vLLM runs it, on text of another length than the rollout's."""
+        return isinstance(self.settings, JudgeConfig)
 
     @property
     def own_ranks(self) -> int | None:
@@ -48,4 +63,16 @@ def model_roles(config: Config) -> list[ModelRole]:
     roles = [ModelRole("actor", "actor", config.actor)]
     if uses_reference(config):
         roles.append(ModelRole("reference", "reference", config.reference))
+    if generates(config):
+        roles += [ModelRole(scorer_role(name), f"{SECTION}.{name}", settings) for name, settings in valid_reward_models(config).items()]
     return roles
+
+
+def scorer_role(name: str) -> str:
+    """The role of the reward model `name`."""
+    return f"reward_model_{name}"
+
+
+def uses_function(config: Config) -> bool:
+    """True if a reward function scores; False where reward models do alone."""
+    return config.reward.function not in (MISSING, "")

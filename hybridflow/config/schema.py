@@ -108,7 +108,7 @@ class RolloutConfig:
 
 @dataclass
 class RewardConfig:
-    function: str = MISSING  # package.module:name
+    function: str = MISSING  # package.module:name; may be left out where reward models score
     kwargs: dict[str, Any] = field(default_factory=dict)  # extra keyword arguments of the function
     workers: int = setting(2, minimum=1)  # processes that run it
     concurrency: int = setting(64, minimum=1)  # calls of an `async def` function in flight in each process
@@ -207,6 +207,7 @@ class Config:
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    reward_models: dict[str, Any] = field(default_factory=dict)  # name -> settings (config/reward_models.py) or model folder
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     data: DataConfig = field(default_factory=DataConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)

@@ -14,6 +14,7 @@ from hybridflow.config.layout_rules import generation_layout_problems, training_
 from hybridflow.config.model_facts import ModelFacts
 from hybridflow.config.placement import actor_ranks, ranks_of
 from hybridflow.config.ranges import missing_problems, range_problems
+from hybridflow.config.reward_models import reward_model_problems
 from hybridflow.config.roles import generates, model_roles
 from hybridflow.config.schema import Config
 
@@ -46,7 +47,7 @@ def validate(config: Config, world: int, facts: ModelFacts | None, others: Mappi
 
 def required_keys(config: Config) -> list[str]:
     """The settings without a default that this run needs."""
-    return ["actor.model.path", "data.train_files"] + (["reward.function"] if generates(config) else [])
+    return ["actor.model.path", "data.train_files"] + (["reward.function"] if generates(config) and not config.reward_models else [])
 
 
 def _sizes_in_range(in_range: list[str]) -> bool:
@@ -70,7 +71,7 @@ def _layout_problems(config: Config, world: int, facts: ModelFacts | None, other
     for role in roles:
         model = others.get(role.name, facts)
         problems += training_layout_problems(role.section, role.settings.parallel, ranks_of(role, roles, world), model)
-        if facts is not None and model is not None:
+        if facts is not None and model is not None and role.reads_tokens:
             problems += vocabulary_problems(role.section, model, facts)
     if generates(config):
         problems += generation_layout_problems(config, actor_ranks(roles, world), facts)
@@ -111,9 +112,10 @@ def _sampling_problems(config: Config) -> list[str]:
 
 def _reward_problems(config: Config) -> list[str]:
     function = config.reward.function
+    problems = reward_model_problems(config)
     if function in ("???", "") or _FUNCTION.fullmatch(function):
-        return []
-    return [f"reward.function={function}: expected package.module:name, an importable function such as my_rewards.sums:exact."]
+        return problems
+    return problems + [f"reward.function={function}: expected package.module:name, an importable function such as my_rewards.sums:exact."]
 
 
 def _supervised_problems(config: Config) -> list[str]:
@@ -124,6 +126,9 @@ def _supervised_problems(config: Config) -> list[str]:
     if config.algorithm.kl_coef > 0 or config.algorithm.track_kl:
         problems.append(f"algorithm.kl_coef={config.algorithm.kl_coef}, algorithm.track_kl={str(config.algorithm.track_kl).lower()} with "
                         f"algorithm.name={config.algorithm.name}: it has no reference policy; use 0 and false.")
+    if config.reward_models:
+        problems.append(f"reward_models={list(config.reward_models)} with algorithm.name={config.algorithm.name}: it scores no responses; "
+                        "remove them.")
     return problems
 
 

@@ -53,6 +53,11 @@ def render_reply(tokenizer: PreTrainedTokenizerBase, messages: Messages, reply: 
     return text[: text.rindex(eos) + len(eos)] if eos and eos in text else text
 
 
+def render_conversation(tokenizer: PreTrainedTokenizerBase, messages: Messages, place: str) -> str:
+    """The text of a whole chat, the assistant's last message included."""
+    return _render(tokenizer, messages, place, answering=False)
+
+
 def _render(tokenizer: PreTrainedTokenizerBase, messages: Messages, place: str, answering: bool) -> str:
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answering)

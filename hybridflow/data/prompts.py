@@ -80,6 +80,10 @@ class PromptDataset:
         """The prompts as the model sees them: the string, or the rendered chat (before any truncation)."""
         return [self.prompts[i].text for i in indices]
 
+    def chats(self, indices: Sequence[int]) -> list[Messages | None]:
+        """The chat messages behind each prompt; None where it is a plain string."""
+        return [self.prompts[i].messages for i in indices]
+
     def rows(self, indices: Sequence[int]) -> list[dict[str, Any]]:
         """Every column of the file but the prompt, as Python objects: what a reward function gets."""
         return [self.prompts[i].columns for i in indices]

@@ -10,23 +10,24 @@ from hybridflow.config.schema import ModelConfig
 from hybridflow.errors import DataError, ModelError
 
 
-def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer of `model.tokenizer_path` (else `model.path`), with `model.chat_template` put in when set.
+def load_tokenizer(model: ModelConfig, key: str = "actor.model") -> PreTrainedTokenizerBase:
+    """The tokenizer of `model.tokenizer_path` (else `model.path`), with `model.chat_template` put in when set. key: where the
+    settings `model` stand.
 
     Raises ModelError when no tokenizer can be loaded from there, DataError when the template file is missing.
     """
     path = model.tokenizer_path or model.path
     if not Path(path).is_dir():  # a name would be looked up on the network
-        raise ModelError(f"the tokenizer folder {path} does not exist; correct actor.model.path or actor.model.tokenizer_path")
+        raise ModelError(f"the tokenizer folder {path} does not exist; correct {key}.path or {key}.tokenizer_path")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise ModelError(
-            f"no tokenizer in {path}: {str(error).splitlines()[0]}; set actor.model.tokenizer_path to a folder that has one"
+            f"no tokenizer in {path}: {str(error).splitlines()[0]}; set {key}.tokenizer_path to a folder that has one"
         ) from error
     if model.chat_template is not None:
         try:
             tokenizer.chat_template = Path(model.chat_template).read_text()
         except OSError as error:
-            raise DataError(f"actor.model.chat_template={model.chat_template} cannot be read: {error}") from error
+            raise DataError(f"{key}.chat_template={model.chat_template} cannot be read: {error}") from error
     return tokenizer

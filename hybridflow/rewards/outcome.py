@@ -92,9 +92,10 @@ def _token_scores(outcomes: Sequence[Outcome], scores: list[float], items: Seque
             )
         if isinstance(outcome, Score) and outcome.tokens is not None:
             rows.append(outcome.tokens)
-        else:  # the configured reward of a response without a score (NaN if the function abstained) stands on its last token
+        else:  # the configured reward of a response without a score stands on its last token; who abstained gives no token anything
             length = items[number].response_length or 0
-            rows.append(([0.0] * (length - 1) + [scores[number]])[:length])
+            last = 0.0 if isinstance(outcome, Score) else scores[number]
+            rows.append(([0.0] * (length - 1) + [last])[:length])
     return Ragged.from_rows(rows, torch.float32)
 
 

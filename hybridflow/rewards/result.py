@@ -10,7 +10,7 @@ from typing import Any
 
 from hybridflow.rewards.function import Item
 
-RESERVED = frozenset({"timeouts", "errors", "abstained", "mean", "std", "min", "max"})  # metrics hybridflow itself writes below reward/
+RESERVED = frozenset({"timeouts", "errors", "abstained", "function", "mean", "std", "min", "max"})  # metrics of our own
 
 
 class BadValue(Exception):

@@ -69,6 +69,7 @@ class EngineSettings:
     kv_cache_bytes: int
     enforce_eager: bool
     tokenizer_path: str | None = None  # None: no tokenizer is loaded (no stop strings)
+    load_format: str = LOAD_FORMAT  # "auto": vLLM reads the weights of the model folder, and nobody may write them
 
 
 class HybridWorker(BaseWorker):
@@ -231,7 +232,7 @@ def _engine_args(settings: EngineSettings, can_sleep: bool) -> EngineArgs:
     batched_tokens = max(settings.max_num_batched_tokens, settings.max_num_seqs, settings.max_model_len if cpu else 0)
     return EngineArgs(
         model=settings.model_path, tokenizer=settings.tokenizer_path, skip_tokenizer_init=settings.tokenizer_path is None,
-        dtype=settings.dtype, seed=settings.seed, max_model_len=settings.max_model_len, load_format=LOAD_FORMAT,
+        dtype=settings.dtype, seed=settings.seed, max_model_len=settings.max_model_len, load_format=settings.load_format,
         generation_config="vllm",  # the model folder's sampling defaults (top_p, ...) must not leak in
         distributed_executor_backend="external_launcher", tensor_parallel_size=tp, worker_cls=WORKER,
         additional_config={"groups": [list(group) for group in settings.groups]},

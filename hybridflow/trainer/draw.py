@@ -12,4 +12,5 @@ from hybridflow.data.prompts import PromptDataset
 def draw(dataset: PromptDataset, indices: Sequence[int], prompt_ids: Sequence[int]) -> Prompts:
     """Rows `indices` of the dataset as the prompt instances `prompt_ids`."""
     batch = ShardedBatch.from_batch(dataset.batch(indices, prompt_ids))
-    return Prompts(batch, dict(zip(prompt_ids, dataset.texts(indices))), dict(zip(prompt_ids, dataset.rows(indices))))
+    chats = {prompt_id: messages for prompt_id, messages in zip(prompt_ids, dataset.chats(indices)) if messages is not None}
+    return Prompts(batch, dict(zip(prompt_ids, dataset.texts(indices))), dict(zip(prompt_ids, dataset.rows(indices))), chats)

@@ -66,7 +66,8 @@ class Journal:
         columns = [prompts.columns[prompt_id] for prompt_id in shown["prompt_id"].tolist()]
         names = [name for name, value in columns[0].items() if isinstance(value, ANSWER_TYPES)]
         shown = shown.with_columns(**{name: [row.get(name) for row in columns] for name in names if name not in shown})
-        return from_batch(shown, self._decode, step, [name for name in names if name in shown])
+        scored = [name for name in shown if name.startswith(("reward/", "reward_model/"))]  # what each source said of the response
+        return from_batch(shown, self._decode, step, [name for name in names if name in shown] + scored)
 
     def finish(self, steps: int) -> None:
         """Curves, the final table, the rollouts before and after, and where everything is."""

@@ -37,7 +37,7 @@ class Trainer:
         self.prepared, self.config, self.roles, self.journal = prepared, prepared.config, roles, journal
         self.rl = generates(self.config)
         self.timer = PhaseTimer(on_phase=journal.phase)
-        self.flow = Flow(self.config, self.timer, roles.actor, roles.get("reference"), roles.get("reward"), draw=self._draw,
+        self.flow = Flow(self.config, self.timer, roles.actor, roles.get("reference"), roles.rewards, draw=self._draw,
                          controllers=prepared.algorithm.controllers(self.config))
         self.history: list[dict[str, float]] = []
 
@@ -123,3 +123,6 @@ class Trainer:
         found = reward_warnings(output.batch["reward"], output.batch["finish_reason"]) if self.rl else {}
         for kind, message in found.items():
             self.journal.warn(f"step {step}: {message}", key=f"reward monitor {kind!r}")
+        for name in [name for name in output.batch.small if name.startswith("reward_model/")]:
+            for kind, message in reward_warnings(output.batch[name], what=f"{name} score").items():
+                self.journal.warn(f"step {step}: {message}", key=f"{name} monitor {kind!r}")

@@ -11,7 +11,7 @@ from hybridflow.algorithms.base import Algorithm
 from hybridflow.algorithms.registry import get_algorithm
 from hybridflow.config.layout import GenerationLayout
 from hybridflow.config.placement import Placement
-from hybridflow.config.roles import generates
+from hybridflow.config.roles import generates, uses_function
 from hybridflow.config.schema import Config
 from hybridflow.data.preferences import DATASETS
 from hybridflow.data.prompts import PromptDataset
@@ -58,7 +58,7 @@ def prepare(config: Config, world: int) -> Prepared:
     train = dataset(config.data.train_files, config.data, tokenizer)
     validation = dataset(config.data.val_files, config.data, tokenizer) if config.data.val_files else None
     sampler = PromptSampler(len(train), config.data.train_batch_size, config.trainer.seed, config.data.shuffle)
-    if rl:
+    if rl and uses_function(config):
         _try_reward_function(config, train, tokenizer)
     steps = config.trainer.steps if config.trainer.steps is not None else sampler.steps(config.trainer.epochs)
     return Prepared(config, algorithm, tokenizer, train, validation, sampler, steps, steps * updates_per_step(config), report)
@@ -67,7 +67,7 @@ def prepare(config: Config, world: int) -> Prepared:
 def _try_reward_function(config: Config, train: PromptDataset, tokenizer: PreTrainedTokenizerBase) -> None:
     """Here a reward function that fails is a setting that cannot work: nothing was started yet."""
     try:
-        check_reward_function(config.reward, train, tokenizer)
+        check_reward_function(config.reward, train, tokenizer, alone=not config.reward_models)
     except RewardError as error:
         raise ConfigError(str(error)) from error
 

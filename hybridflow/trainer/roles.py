@@ -11,14 +11,21 @@ from hybridflow.cluster.pool import ResourcePool
 from hybridflow.cluster.worker_group import RoleHandle, WorkerGroup
 from hybridflow.config.layout import Layout
 from hybridflow.config.placement import ACTOR, Placement, split_ranks
-from hybridflow.config.roles import generates, uses_reference
+from hybridflow.config.reward_models import reward_models
+from hybridflow.config.roles import generates, scorer_role, uses_function, uses_reference
+from hybridflow.config.schema import Config
+from hybridflow.rewards.sources import RewardSources, distils
 from hybridflow.trainer.prepare import Prepared
 from hybridflow.workers.actor import ActorWorker
 from hybridflow.workers.hybrid import ActorRolloutWorker
+from hybridflow.workers.judge import JudgeWorker
 from hybridflow.workers.reference import ReferenceWorker
 from hybridflow.workers.reward import RewardWorker
+from hybridflow.workers.reward_head import RewardHeadWorker
+from hybridflow.workers.reward_model import RewardModelWorker
 
 Definition = tuple[type, dict[str, Any]]
+SCORERS = {"scalar": RewardModelWorker, "judge": JudgeWorker}  # by kind of reward model
 
 
 class Roles:
@@ -28,6 +35,8 @@ class Roles:
         """Starts every worker group. Raises WorkerError, or what a worker raised, when one cannot be built."""
         self.groups: list[WorkerGroup] = []
         self._handles: dict[str, RoleHandle] = {}
+        self.scorers = reward_models(prepared.config) if generates(prepared.config) else {}
+        self.seed = prepared.config.trainer.seed
         try:
             self._start(prepared, cluster)
         except BaseException:
@@ -42,6 +51,14 @@ class Roles:
         """The role's handle; None if the run has no such role."""
         return self._handles.get(name)
 
+    @functools.cached_property
+    def rewards(self) -> RewardSources | None:
+        """Everything that scores responses; None where nothing is scored."""
+        models = {name: (self._handles[scorer_role(name)], settings) for name, settings in self.scorers.items()}
+        if self.get("reward") is None and not models:
+            return None
+        return RewardSources(self.get("reward"), models, self.get("reward_head"), self.seed)
+
     def close(self) -> None:
         for group in reversed(self.groups):
             group.close()
@@ -52,9 +69,8 @@ class Roles:
             generation = prepared.generation if ACTOR in plan.roles else None
             self._add(cluster, {name: definitions[name] for name in plan.roles}, layout=plan.layout, generation=generation,
                       pool=pools[plan.pool])
-        if generates(prepared.config):
-            reward = {"reward": (RewardWorker, {"config": prepared.config})}
-            self._add(cluster, reward, layout=Layout(1), pool=ResourcePool([1], device="cpu"))
+        if beside := cpu_definitions(prepared.config):
+            self._add(cluster, beside, layout=Layout(1), pool=ResourcePool([1], device="cpu"))
 
     def _add(self, cluster: Cluster, roles: dict[str, Definition], **options: Any) -> None:
         group = cluster.worker_group(roles, name=next(iter(roles)), **options)
@@ -77,4 +93,17 @@ def model_definitions(prepared: Prepared) -> dict[str, Definition]:
     if uses_reference(config):
         kl = functools.partial(kl_estimate, estimator=config.algorithm.kl_estimator)
         found["reference"] = (ReferenceWorker, {"config": config, "kl": kl})
+    if generates(config):
+        found |= {scorer_role(name): (SCORERS[settings.kind], {"config": config, "name": name})
+                  for name, settings in reward_models(config).items()}
+    return found
+
+
+def cpu_definitions(config: Config) -> dict[str, Definition]:
+    """Roles that need no device: the reward function, and the light heads of distilled reward models."""
+    found: dict[str, Definition] = {}
+    if generates(config) and uses_function(config):
+        found["reward"] = (RewardWorker, {"config": config})
+    if generates(config) and any(map(distils, reward_models(config).values())):
+        found["reward_head"] = (RewardHeadWorker, {"config": config})
     return found

@@ -32,7 +32,7 @@ def validate_policy(flow: Flow, prepared: Prepared) -> Validation:
         prompts = draw(prepared.validation, chunk, chunk)
         batch = flow.actor.generate_sequences(prompts.batch, step=flow.step, version=flow.version, n=1,
                                               temperature=config.rollout.val_temperature).get()
-        scores, _ = flow.reward.compute_reward(batch, texts=prompts.texts, columns=prompts.columns).get()
+        scores, _ = flow.reward.compute_reward(batch, prompts, training=False).get()
         batch = batch.union(scores)
         rewards.append(batch["reward"])
         lengths.append(batch["response_length"])

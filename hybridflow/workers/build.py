@@ -21,15 +21,15 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 def build_engine(context: WorkerContext, role: ActorConfig | PlacedConfig, config: Config,
-                 total_steps: int | None = None) -> MegatronEngine:
-    """A Megatron engine with the weights of a role's model; a role without optimizer settings only evaluates."""
+                 total_steps: int | None = None, head: str = "lm") -> MegatronEngine:
+    """A Megatron engine with the weights of a role's model; a role without optimizer settings only evaluates. head: lm or scalar."""
     from hybridflow.engine.megatron import MegatronEngine  # slow, and the driver needs only the workers' classes
 
     device = Device.detect(context.device_name)
     engine = MegatronEngine(
         read_hf_config(role.model.path), context.layout, dtype=DTYPES[role.model.dtype], device=device,
         optimizer=getattr(role, "optimizer", None), sequence_parallel=role.parallel.sequence_parallel,
-        recompute=getattr(role, "recompute", "none"), seed=config.trainer.seed, total_steps=total_steps,
+        recompute=getattr(role, "recompute", "none"), seed=config.trainer.seed, total_steps=total_steps, head=head,
     )
     engine.load(role.model.path)
     return engine

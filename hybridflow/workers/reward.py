@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from hybridflow.cluster.context import WorkerContext
 from hybridflow.cluster.protocols import Protocol, register
 from hybridflow.config.schema import Config
 from hybridflow.data.batch import FINISH_REASONS, Batch, Column
+from hybridflow.data.decode import decode_rows
 from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.rewards.runner import RewardRunner
 
@@ -19,6 +21,7 @@ class RewardWorker:
 
     def __init__(self, context: WorkerContext, config: Config) -> None:
         self.runner = RewardRunner(config.reward)  # its processes import the function while the tokenizer is loaded
+        os.environ["TOKENIZERS_PARALLELISM"] = "true"  # decoding may use every core here: nothing else runs in this process meanwhile
         self.tokenizer = load_tokenizer(config.actor.model)
         self.seen: dict[str, bool] = {}  # columns the function made so far: name -> whether it holds texts
 
@@ -29,11 +32,11 @@ class RewardWorker:
 
         texts, columns: prompt text and the other data columns of each prompt_id.
         """
-        ids, rows = batch["prompt_id"].tolist(), [row.tolist() for row in batch["response_ids"].rows()]
-        responses = self.tokenizer.batch_decode(rows, skip_special_tokens=True)
+        ids, lengths = batch["prompt_id"].tolist(), batch["response_ids"].lengths.tolist()
+        responses = decode_rows(self.tokenizer, batch["response_ids"])
         finish = [FINISH_REASONS[reason] for reason in batch["finish_reason"].tolist()]
-        result = self.runner.score([texts[i] for i in ids], responses, [columns[i] for i in ids], finish, [len(row) for row in rows])
-        made: dict[str, Column] = {"reward": result.scores} | self._same_columns(result.columns, len(rows))
+        result = self.runner.score([texts[i] for i in ids], responses, [columns[i] for i in ids], finish, lengths)
+        made: dict[str, Column] = {"reward": result.scores} | self._same_columns(result.columns, len(ids))
         if result.token_scores is not None:
             made["token_reward"] = result.token_scores
         return Batch(made), result.metrics

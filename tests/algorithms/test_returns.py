@@ -53,7 +53,7 @@ def test_c21_tokens_of_tools_are_no_steps() -> None:
     """The reward of a masked last token belongs to the last trained one: token_rewards puts it there when it knows the mask."""
     mask = Ragged(torch.tensor([True, False, False, True, False]), torch.tensor([5]))
     values = Ragged(torch.zeros(5), torch.tensor([5]))
-    rewards = token_rewards(torch.ones(1), torch.tensor([5]), None, torch.ones(1), mask)
+    rewards = token_rewards(torch.ones(1), torch.tensor([5]), None, mask)
     assert rewards.values.tolist() == [0.0, 0.0, 0.0, 1.0, 0.0]
     for gamma, want in ((1.0, [0.5, 0, 0, 1.0, 0]), (0.0, [0, 0, 0, 1.0, 0])):
         assert gae(rewards, values, gamma=gamma, lam=0.5, mask=mask)[0].values.tolist() == pytest.approx(want)
@@ -61,14 +61,14 @@ def test_c21_tokens_of_tools_are_no_steps() -> None:
 
 def test_c19_the_reward_stands_on_the_last_token_of_its_response() -> None:
     """Response [5, 6, EOS] and one without tokens; nothing comes after EOS, since rows have lengths and no padding."""
-    rewards = token_rewards(torch.tensor([1.0, 7.0, -2.0]), torch.tensor([3, 0, 1]), None, torch.zeros(3))
+    rewards = token_rewards(torch.tensor([1.0, 7.0, -2.0]), torch.tensor([3, 0, 1]), None)
     assert rewards.values.tolist() == [0.0, 0.0, 1.0, -2.0]
     assert discounted_returns(rewards, 1.0).values.tolist() == [1.0, 1.0, 1.0, -2.0]
 
 
 def test_token_rewards_carry_what_shaping_changed() -> None:
     given_rewards = Ragged(torch.tensor([0.5, 0.0, 0.25, 1.0]), torch.tensor([3, 1]))
-    found = token_rewards(torch.tensor([0.5, 1.0]), given_rewards.lengths, given_rewards, torch.tensor([0.75, 1.0]))
+    found = token_rewards(torch.tensor([0.5, 1.0]), given_rewards.lengths, given_rewards)
     assert found.values.tolist() == [0.5, 0.0, 0.0, 1.0]
     assert given_rewards.values.tolist() == [0.5, 0.0, 0.25, 1.0], "the column itself is not touched"
 

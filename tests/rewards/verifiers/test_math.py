@@ -91,11 +91,11 @@ def test_version_the_table_was_made_with() -> None:
 
 
 @pytest.mark.parametrize(("gold", "response", "expected"), FORMS)
-def test_accepted_forms(gold: str, response: str, expected: int) -> None:
+def test_c10_accepted_forms(gold: str, response: str, expected: int) -> None:
     assert math.score("", response, answer=gold)["score"] == expected
 
 
-def test_right_in_any_thread() -> None:
+def test_c08_right_in_any_thread() -> None:
     """The fault: SIGALRM outside the main thread raised, and every answer scored 0."""
     scores: list[float] = []
     cases = [(r"\frac{1}{3}", r"\boxed{\frac{1}{3}}"), ("x^2-1", r"\boxed{(x-1)(x+1)}"), (r"\{1,2\}", r"\boxed{\{2,1\}}")] * 3
@@ -153,7 +153,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("response", HOSTILE)
-def test_hostile_responses_end_soon_and_are_no_errors(response: str) -> None:
+def test_c09_hostile_responses_end_soon_and_are_no_errors(response: str) -> None:
     start = time.monotonic()
     result = math.score("", response, answer="17")
     assert result["score"] == 0.0 and time.monotonic() - start < 10

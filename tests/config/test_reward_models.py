@@ -1,0 +1,92 @@
+"""The settings of reward models: a free mapping with typed entries."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+
+from hybridflow.config.load import CONFIG_DIR, load_config
+from hybridflow.config.placement import placement
+from hybridflow.config.reward_models import KINDS, JudgeConfig, RewardModelConfig, reward_model_problems, reward_models
+from hybridflow.config.roles import model_roles
+from hybridflow.config.schema import Config
+from hybridflow.config.validate import required_keys, validate
+from hybridflow.errors import ConfigError
+
+BASE = ["actor.model.path=/actor", "data.train_files=[x]", "actor.model.dtype=float32", "actor.parallel.tp=2"]
+
+
+def load(*arguments: str) -> Config:
+    return load_config([*BASE, *arguments]).config
+
+
+def test_entries_are_typed_and_follow_the_actor() -> None:
+    models = reward_models(load("reward_models.helpful=/helpful", "reward_models.safe.model.path=/safe", "reward_models.safe.weight=-0.5",
+                                "reward_models.safe.parallel.tp=1", "reward_models.safe.model.dtype=bfloat16",
+                                "reward_models.j.kind=judge", "reward_models.j.model.path=/judge"))
+    helpful, safe, judge = models["helpful"], models["safe"], models["j"]
+    assert isinstance(helpful, RewardModelConfig) and isinstance(judge, JudgeConfig)
+    assert (helpful.model.path, helpful.model.dtype, helpful.parallel.tp, helpful.weight) == ("/helpful", "float32", 2, 1.0)
+    assert (safe.model.path, safe.model.dtype, safe.parallel.tp, safe.weight) == ("/safe", "bfloat16", 1, -0.5)
+    assert (judge.ranks, judge.parallel.tp) == (1, 1) and "{response}" in judge.prompt
+
+
+@pytest.mark.parametrize(("setting", "message"), [
+    ("helpful.wieght=2", r"reward_models.helpful.wieght: no such key; did you mean reward_models.helpful.weight\?"),
+    ("helpful.weight=much", "reward_models.helpful.weight='much': expected a number"),
+    ("helpful.ranks=true", "reward_models.helpful.ranks=True: expected an integer, or null"),
+    ("helpful.distill_ratio=1.0", "reward_models.helpful.distill_ratio=1.0: must be at least 0 and below 1"),
+    ("helpful.normalize=minmax", r"reward_models.helpful.normalize=minmax: no such choice; .*\(none, batch, running\)"),
+    ("helpful.kind=oracle", r"reward_models.helpful.kind=oracle: no such choice; \(scalar, judge\)"),
+    ("helpful.model.paht=x", "did you mean reward_models.helpful.model.path"),
+    ("other.weight=1", "reward_models.other.model.path is required"),
+    ("other=3", "reward_models.other=3: expected a model folder, or a mapping"),
+    ("my-model=/x", "reward_models.my-model: the name of a reward model"),
+    ("helpful.distill_error=0.2", "reward_models.helpful.distill_error=0.2 has no effect with reward_models.helpful.distill_ratio=0"),
+])
+def test_what_is_wrong_is_named(setting: str, message: str) -> None:
+    config = load("reward_models.helpful.model.path=/helpful", f"reward_models.{setting}")
+    with pytest.raises(ConfigError, match=message):
+        raise ConfigError(reward_model_problems(config))
+    with pytest.raises(ConfigError, match=message):
+        raise ConfigError(validate(config, 2, None))
+
+
+@pytest.mark.parametrize(("setting", "message"), [
+    ("pattern='[0-9]+'", "it has no group"), ("pattern='(['", "not a regular expression"), ("lowest=10.0", "must be below"),
+    ("prompt='{response} {'", "write {{ and }}"), ("ranks=null", "a judge needs ranks of its own"),
+    ("prompt='rate {prompt}'", "does not hold {response}"),
+    ("parallel.pp=2", "tensor parallel only"),
+])
+def test_judges_that_cannot_work(setting: str, message: str) -> None:
+    config = load("reward_models.j.kind=judge", "reward_models.j.model.path=/judge", f"reward_models.j.{setting}")
+    with pytest.raises(ConfigError, match=message):
+        raise ConfigError(reward_model_problems(config))
+
+
+def test_every_setting_is_read_by_the_package() -> None:
+    sources = "\n".join(path.read_text() for path in (CONFIG_DIR.parent / "hybridflow").rglob("*.py"))
+    read = set(re.findall(r"(?:settings|judge|role)\.(\w+)", sources))
+    assert {field.name for section in KINDS.values() for field in dataclasses.fields(section)} <= read
+
+
+def test_reward_models_alone_need_no_function() -> None:
+    assert "reward.function" in required_keys(load())
+    assert "reward.function" not in required_keys(load("reward_models.helpful=/helpful"))
+
+
+def test_a_run_that_scores_nothing_refuses_them() -> None:
+    problems = validate(load("algorithm=sft", "reward_models.helpful=/helpful"), 2, None)
+    assert any(problem.startswith("reward_models=['helpful'] with algorithm.name=sft") for problem in problems)
+
+
+def test_placement() -> None:
+    """Beside the actor with its layout, in processes of its own with another, on ranks of its own with `ranks`."""
+    config = load("reward_models.same=/a", "reward_models.cut.model.path=/b", "reward_models.cut.parallel.tp=1",
+                  "reward_models.j.kind=judge", "reward_models.j.model.path=/c", "reward_models.j.ranks=2")
+    placed = placement(model_roles(config), 4)
+    assert placed.pools == {"actor": 2, "reward_model_j": 2}
+    assert [(group.pool, group.roles) for group in placed.groups] == [
+        ("actor", ("actor", "reward_model_same")), ("actor", ("reward_model_cut",)), ("reward_model_j", ("reward_model_j",))]
