@@ -24,10 +24,10 @@ class TokenAdvantages:
     kl_estimator: str
 
     def __call__(self, batch: Batch, sum_over_ranks: SumOverRanks) -> Batch:
-        """batch: reward, score, trained [B]; response_ids or any ragged column for lengths; old_log_prob, ref_log_prob, values,
+        """batch: score, trained [B]; response_ids or any ragged column for lengths; old_log_prob, ref_log_prob, values,
         token_reward where they are used. Returns advantage (and with values, returns): Ragged float32, 0 in rows not trained on."""
         lengths_B = batch["old_log_prob"].lengths
-        reward_B, score_B = batch["reward"].nan_to_num(nan=0.0), batch["score"].nan_to_num(nan=0.0)
+        score_B = batch["score"].nan_to_num(nan=0.0)
         mask = Ragged(batch["trained"].bool().repeat_interleave(lengths_B), lengths_B)
         rewards = token_rewards(score_B, lengths_B, batch["token_reward"] if "token_reward" in batch else None, mask)
         if self.kl_coef > 0:
