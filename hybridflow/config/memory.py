@@ -66,7 +66,7 @@ def phases(config: Config, world: int, facts: ModelFacts, others: Mapping[str, M
     result = []
     for role in roles:
         if role.trained or role.own_ranks:
-            beside = [other for other in roles if role is other or (not role.own_ranks and not other.own_ranks)]
+            beside = [other for other in roles if role is other or not (role.own_ranks or other.own_ranks or _parked(other))]
             parts = {name: size for other in beside for name, size in states[other].items()}
             if role.trained:
                 parts["activations (estimate)"] = activation_bytes(role.settings, (others or {}).get(role.name, facts))
@@ -74,6 +74,11 @@ def phases(config: Config, world: int, facts: ModelFacts, others: Mapping[str, M
     if generates(config):
         result.append(Phase("generate", _while_generating(config, states, facts)))
     return result
+
+
+def _parked(role: ModelRole) -> bool:
+    """Whether the weights of a frozen model are in host memory except while it works (alone)."""
+    return not role.trained and getattr(role.settings, "offload", False)
 
 
 def _title(role: ModelRole) -> str:
@@ -96,7 +101,7 @@ def _state(role: ModelRole, ranks: int, facts: ModelFacts) -> dict[str, int]:
 def _while_generating(config: Config, states: dict[ModelRole, dict[str, int]], facts: ModelFacts) -> dict[str, int]:
     parts = {}
     for role, state in states.items():
-        if role.own_ranks:
+        if role.own_ranks or _parked(role):
             continue
         offloaded = role.trained and role.settings.offload
         parts |= {name: size for name, size in state.items() if not offloaded or (role.section == "actor" and name == "weights")}

@@ -67,3 +67,11 @@ def test_phases_hold_what_the_settings_say() -> None:
 def test_recompute_saves_activations() -> None:
     none, full = (phases(config_of(actor__recompute=mode), 1, SMOLLM2)[0].parts["activations (estimate)"] for mode in ("none", "full"))
     assert 0 < full < none / 4
+
+
+def test_an_offloaded_reward_model_takes_no_memory_while_others_work() -> None:
+    model = {"model": {"path": "/model"}}
+    kept, parked = (phases(config_of(reward_models={"helpful": model | {"offload": offload}}), 1, SMOLLM2) for offload in (False, True))
+    for before, after in zip(kept, parked):
+        assert before.total - after.total == before.parts["reward_model_helpful weights"] > 0
+        assert "reward_model_helpful weights" not in after.parts
