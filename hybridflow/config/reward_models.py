@@ -92,7 +92,12 @@ def valid_reward_models(config: Config) -> dict[str, ScorerConfig]:
 def reward_model_problems(config: Config) -> list[str]:
     """Unknown keys, wrong types, values out of range, and settings that cannot work."""
     found, problems = _parse(config)
-    return problems + [problem for name, settings in found.items() for problem in _rules(f"{SECTION}.{name}", settings)]
+    for name, settings in found.items():
+        problems += _rules(f"{SECTION}.{name}", settings)
+        if config.algorithm.name == "remax" and settings.normalize != "none":
+            problems.append(f"{SECTION}.{name}.normalize={settings.normalize} with algorithm.name=remax: rewards of greedy responses are the "
+                            "baseline, and would be normalised by other statistics than those of the sampled ones; use none.")
+    return problems
 
 
 def _parse(config: Config) -> tuple[dict[str, ScorerConfig], list[str]]:

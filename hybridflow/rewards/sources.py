@@ -43,7 +43,7 @@ class ModelSource:
     role: RoleHandle
     settings: ScorerConfig
     head: RoleHandle | None
-    seed: int
+    seed: int  # of the choice of audited responses
 
     def __post_init__(self) -> None:
         self.normalizer = Normalizer(self.settings.normalize)
@@ -52,18 +52,16 @@ class ModelSource:
     def column(self) -> str:
         return f"reward_model/{self.name}"
 
-    def start(self, batch: ShardedBatch, prompts: PromptTexts, training: bool) -> PendingScores:
-        """Send the responses that the full model scores on their way."""
-        inputs = batch.only(*INPUTS)
-        if self.head is None or not training:
+    def start(self, inputs: ShardedBatch, prompts: PromptTexts, guess: ShardedBatch | None) -> PendingScores:
+        """Send the responses that the full model scores on their way. guess: what the light heads say; None: they are not asked."""
+        if self.head is None or guess is None or not len(inputs):
             return PendingScores(self, inputs, self._ask(inputs, prompts))
-        guess = self.head.predict(inputs, name=self.name).get()
-        audit_B = audited(batch["prompt_id"], batch["sample_index"], int(batch["weight_version"].max()), self.seed,
-                          self.settings.distill_ratio)
-        within_B = guess["estimate_error"] <= self.settings.distill_error
-        known_B = within_B if self.settings.fallback_to_full_rm else guess["estimate_error"].isfinite()
-        by_head_B = ~audit_B & known_B
-        return PendingScores(self, inputs, self._ask(inputs.select(~by_head_B), prompts), Split(guess["estimate"], by_head_B, audit_B))
+        version = int(inputs["weight_version"].max())
+        audit_B = audited(inputs["prompt_id"], inputs["sample_index"], version, self.seed, self.settings.distill_ratio)
+        error_B = guess[f"estimate_error/{self.name}"]
+        known_B = error_B <= self.settings.distill_error if self.settings.fallback_to_full_rm else error_B.isfinite()
+        split = Split(guess[f"estimate/{self.name}"], ~audit_B & known_B, audit_B, int(guess["ticket"][0]))
+        return PendingScores(self, inputs, self._ask(inputs.select(~split.by_head_B), prompts), split)
 
     @functools.cached_property
     def reads_text(self) -> bool:
@@ -86,11 +84,13 @@ class ModelSource:
 
 @dataclass(frozen=True)
 class Split:
-    """Of a distilled model: the head's scores, which rows have them instead of the model's, which rows are audited; all [B]."""
+    """Of a distilled model: the head's scores, which rows have them instead of the model's, which rows are audited (all [B]), and
+    the number under which the head keeps the rollout."""
 
     estimate_B: torch.Tensor
     by_head_B: torch.Tensor
     audit_B: torch.Tensor
+    ticket: int
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class PendingScores:
         split, source = self.split, self.source
         rows = self.inputs.only("prompt_id", "sample_index").with_columns(
             score=torch.where(split.by_head_B, torch.nan, scores_B), audited=split.audit_B)
-        measured = source.head.learn(rows, name=source.name).first()
+        measured = source.head.learn(rows, name=source.name, ticket=split.ticket).first()
         left = (~split.audit_B).double()
         return {f"{source.column}/calls_saved": split.by_head_B.double().mean().item(),
                 f"{source.column}/fallback": ((left - split.by_head_B.double()).sum() / left.sum().clamp(min=1)).item(),
@@ -173,7 +173,9 @@ class RewardSources:
 
     def compute_reward(self, batch: ShardedBatch, prompts: PromptTexts, *, training: bool = True) -> PendingReward:
         """Start scoring. Outside training raw scores are weighted, every response goes to the full models, and nothing is learned."""
-        models = [model.start(batch, prompts, training) for model in self.models]
+        inputs = batch.only(*INPUTS) if self.models else batch
+        guess = self.head.predict(inputs).get() if self.head is not None and training else None
+        models = [model.start(inputs, prompts, guess) for model in self.models]
         function = None
         if self.function is not None:
             function = self.function.compute_reward(batch, texts=dict(prompts.texts), columns=dict(prompts.columns))

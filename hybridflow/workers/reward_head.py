@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -17,38 +18,44 @@ from hybridflow.rewards.features import response_features
 from hybridflow.rewards.sources import distils
 
 
+KEPT = 4  # rollouts whose features wait to be learned from; a flow has one or two under way
+
+
 class RewardHeadWorker:
-    """One head per distilled model. Features of a step are made once, for predict; learn finds them again by the rows' ids."""
+    """One head per distilled model. Features of a rollout are made once, for `predict`; `learn` finds them by its ticket."""
 
     def __init__(self, context: WorkerContext, config: Config) -> None:
-        self.heads = {name: RewardHead(settings.distill_error) for name, settings in reward_models(config).items() if distils(settings)}
-        self.fallback = {name: reward_models(config)[name].fallback_to_full_rm for name in self.heads}
-        self.ids = torch.empty(0, 2, dtype=torch.int64)
-        self.features = torch.empty(0)
+        distilled = {name: settings for name, settings in reward_models(config).items() if distils(settings)}
+        self.heads = {name: RewardHead(settings.distill_error) for name, settings in distilled.items()}
+        self.fallback = {name: settings.fallback_to_full_rm for name, settings in distilled.items()}
+        self.features: dict[int, torch.Tensor] = {}
+        self.tickets = itertools.count()
 
     @register(Protocol.DP)
-    def predict(self, batch: Batch, *, name: str) -> Batch:
-        """estimate and estimate_error (expected error in standard deviations of the model's scores), float64 [B]."""
-        ids = _ids(batch)
-        if not torch.equal(ids, self.ids):
-            self.ids, self.features = ids, response_features(batch)
-        head = self.heads[name]
-        estimate, error = head.predict(self.features)
-        if self.fallback[name] and not head.trusted:
-            error = torch.full_like(error, math.inf)
-        return Batch({"estimate": estimate, "estimate_error": error})
+    def predict(self, batch: Batch) -> Batch:
+        """For each head estimate/<name> and estimate_error/<name> (expected error in standard deviations of the model's scores;
+        infinite where the model must score), float64 [B]; and ticket, int64 [B], the number `learn` wants."""
+        ticket, features = next(self.tickets), response_features(batch)
+        self.features[ticket] = features
+        for old in [number for number in self.features if number <= ticket - KEPT]:
+            del self.features[old]
+        columns = {"ticket": torch.full((len(batch),), ticket)}
+        for name, head in self.heads.items():
+            estimate, error = head.predict(features)
+            blocked = self.fallback[name] and not head.trusted
+            columns |= {f"estimate/{name}": estimate, f"estimate_error/{name}": torch.full_like(error, math.inf) if blocked else error}
+        return Batch(columns)
 
     @register(Protocol.DP)
-    def learn(self, batch: Batch, *, name: str) -> dict[str, float]:
-        """batch: the rows of the last `predict` with score [B] (NaN where the full model did not score) and audited [B].
+    def learn(self, batch: Batch, *, name: str, ticket: int) -> dict[str, float]:
+        """batch: the rows of the `predict` that gave `ticket`, in their order, with score [B] (NaN where the full model did not
+        score) and audited [B].
 
         Returns distill_error: the error measured on audited responses within the bound, in standard deviations, and
         distill_error_all on all audited ones; neither while too few were measured.
         """
-        if not torch.equal(_ids(batch), self.ids):
-            raise ValueError("learn got other rows than the last predict")
         head, known = self.heads[name], ~batch["score"].isnan()
-        head.learn(self.features[known], batch["score"][known].double(), batch["audited"][known])
+        head.learn(self.features[ticket][known], batch["score"][known].double(), batch["audited"][known])
         everywhere = head.everywhere.root_mean / head.std if 0 < head.std < math.inf else math.inf
         errors = {"distill_error": head.measured_error, "distill_error_all": everywhere}
         return {key: value for key, value in errors.items() if math.isfinite(value)}
@@ -62,6 +69,3 @@ class RewardHeadWorker:
         for name, head in self.heads.items():
             head.load_state_dict(state[name])
 
-
-def _ids(batch: Batch) -> torch.Tensor:
-    return torch.stack([batch["prompt_id"], batch["sample_index"]], dim=1)

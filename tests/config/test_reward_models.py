@@ -82,6 +82,11 @@ def test_a_run_that_scores_nothing_refuses_them() -> None:
     assert any(problem.startswith("reward_models=['helpful'] with algorithm.name=sft") for problem in problems)
 
 
+def test_remax_compares_rewards_of_two_rollouts() -> None:
+    problems = reward_model_problems(load("algorithm=remax", "reward_models.a.model.path=/a", "reward_models.a.normalize=running"))
+    assert len(problems) == 1 and "reward_models.a.normalize=running with algorithm.name=remax" in problems[0]
+
+
 def test_placement() -> None:
     """Beside the actor with its layout, in processes of its own with another, on ranks of its own with `ranks`."""
     config = load("reward_models.same=/a", "reward_models.cut.model.path=/b", "reward_models.cut.parallel.tp=1",

@@ -139,7 +139,7 @@ def test_a_head_that_predicts_saves_calls(sources: RewardSources, config: Config
     for name in ("everywhere", "passing"):
         state["heads"]["other"][name] = {"count": 1000.0, "total": 0.0}
     sources.load_state_dict(state)
-    guess = head.predict(ShardedBatch.from_batch(batch), name="other").get()["estimate"]
+    guess = head.predict(ShardedBatch.from_batch(batch)).get()["estimate/other"]
     columns, (metrics,) = sources.compute_reward(ShardedBatch.from_batch(batch), prompts).get()
     _, other = expected(config, batch, prompts)
     by_head = (columns["reward_model/other"].double() - guess).abs() < 1e-5
