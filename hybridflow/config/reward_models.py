@@ -95,8 +95,8 @@ def reward_model_problems(config: Config) -> list[str]:
     for name, settings in found.items():
         problems += _rules(f"{SECTION}.{name}", settings)
         if config.algorithm.name == "remax" and settings.normalize != "none":
-            problems.append(f"{SECTION}.{name}.normalize={settings.normalize} with algorithm.name=remax: rewards of greedy responses are the "
-                            "baseline, and would be normalised by other statistics than those of the sampled ones; use none.")
+            problems.append(f"{SECTION}.{name}.normalize={settings.normalize} with algorithm.name=remax: rewards of greedy responses are "
+                            "the baseline, and would be normalised by other statistics than those of the sampled ones; use none.")
     return problems
 
 

@@ -17,7 +17,6 @@ from hybridflow.rewards.distill import RewardHead
 from hybridflow.rewards.features import response_features
 from hybridflow.rewards.sources import distils
 
-
 KEPT = 4  # rollouts whose features wait to be learned from; a flow has one or two under way
 
 
