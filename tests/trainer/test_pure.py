@@ -132,6 +132,15 @@ def test_draw_keeps_text_columns_and_tokens_together(dataset: PromptDataset) -> 
     assert [dataset.tokenizer.decode(ids) for ids in tokens] == list(drawn.texts.values())
 
 
+def test_draw_keeps_the_messages_of_chats(tmp_path: Path) -> None:
+    """A reward model with a template of its own renders them again; a plain prompt has none."""
+    talk = [{"role": "user", "content": "1+1="}]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in (talk, "2+2=")))
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}:"
+    chats = draw(PromptDataset([str(tmp_path / "data.jsonl")], Config().data, tiny_tokenizer(chat_template=template)), [1, 0], [7, 8])
+    assert chats.chats == {8: talk} and chats.texts == {7: "2+2=", 8: "1+1=:"}
+
+
 @pytest.mark.parametrize("size, most, expected", [(None, None, [7]), (3, None, [3, 3, 1]), (3, 5, [3, 2]), (100, 100, [7])])
 def test_validation_chunks_cover_the_rows_once(dataset: PromptDataset, size: int | None, most: int | None, expected: list[int]) -> None:
     config = Config()
