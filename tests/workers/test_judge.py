@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hybridflow.cluster.bootstrap import Cluster
+from hybridflow.cluster.pool import ResourcePool
 from hybridflow.cluster.sharded import ShardedBatch
 from hybridflow.cluster.worker_group import RoleHandle
 from hybridflow.config.layout import Layout
@@ -42,10 +43,12 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
 
 
 @pytest.fixture(scope="module")
-def judge(cluster: Cluster, config: Config) -> Iterator[RoleHandle]:
-    group = cluster.worker_group({"j": (JudgeWorker, {"config": config, "name": "j"})}, layout=Layout(1))
+def judge(ray_cluster: Cluster, config: Config) -> Iterator[RoleHandle]:
+    pool = ResourcePool([1], "cpu")
+    group = ray_cluster.worker_group({"j": (JudgeWorker, {"config": config, "name": "j"})}, layout=Layout(1), pool=pool)
     yield group.role("j")
     group.close()
+    pool.close()
 
 
 def test_verdicts_are_the_models_and_scores_are_theirs(judge: RoleHandle, config: Config) -> None:

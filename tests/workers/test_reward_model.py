@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -49,16 +50,17 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
 
 
 @pytest.fixture(scope="module")
-def groups(cluster: Cluster, config: Config) -> Iterator[tuple[WorkerGroup, WorkerGroup]]:
+def groups(ray_cluster: Cluster, config: Config) -> Iterator[tuple[WorkerGroup, WorkerGroup]]:
     """Both models on two ranks, tensor parallel 2; the function and the head in a CPU process."""
     models = {name: (RewardModelWorker, {"config": config, "name": name}) for name in config.reward_models}
     beside = {"reward": (RewardWorker, {"config": config}), "reward_head": (RewardHeadWorker, {"config": config})}
-    pool = ResourcePool([2], "cpu")
-    made = (cluster.worker_group(models, layout=Layout(2, tp=2), pool=pool),
-            cluster.worker_group(beside, layout=Layout(1), pool=ResourcePool([1], "cpu")))
+    pools = ResourcePool([2], "cpu"), ResourcePool([1], "cpu")
+    made = (ray_cluster.worker_group(models, layout=Layout(2, tp=2), pool=pools[0]),
+            ray_cluster.worker_group(beside, layout=Layout(1), pool=pools[1]))
     yield made
-    for group in made:
+    for group, pool in zip(made, pools):
         group.close()
+        pool.close()
 
 
 @pytest.fixture
@@ -149,13 +151,12 @@ def test_a_head_that_predicts_saves_calls(sources: RewardSources, config: Config
     assert metrics["reward_model/other/distill_error"] > 0  # it claimed to make no error
 
 
-def test_a_language_model_is_no_reward_model(cluster: Cluster, config: Config, tmp_path: Path) -> None:
+def test_a_language_model_is_no_reward_model(ray_cluster: Cluster, config: Config, tmp_path: Path) -> None:
     """A random head would score noise; it is refused by name."""
     path = make_checkpoint(tmp_path, "llama", layers=2)
     ACTOR.save_pretrained(path)
-    config.reward_models["bare"] = {"model": {"path": path}}
-    try:
-        with pytest.raises(ModelError, match="reward_models.bare.model.path=.* has no score.weight"):
-            cluster.worker_group({"bare": (RewardModelWorker, {"config": config, "name": "bare"})}, layout=Layout(1))
-    finally:
-        del config.reward_models["bare"]
+    config = replace(config, reward_models={"bare": {"model": {"path": path}}})
+    pool = ResourcePool([1], "cpu")
+    with pytest.raises(ModelError, match="reward_models.bare.model.path=.* has no score.weight"):
+        ray_cluster.worker_group({"bare": (RewardModelWorker, {"config": config, "name": "bare"})}, layout=Layout(1), pool=pool)
+    pool.close()
