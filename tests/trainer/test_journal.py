@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hybridflow.algorithms.base import Prompts
+from hybridflow.algorithms.registry import get_algorithm
 from hybridflow.cluster.bootstrap import Cluster
 from hybridflow.cluster.sharded import ShardedBatch
 from hybridflow.config.schema import Config
@@ -88,7 +89,7 @@ def test_the_first_cause_of_a_failure_stays(journal: Journal) -> None:
 
 def test_a_run_of_no_steps_is_no_success(journal: Journal) -> None:
     """Settings forbid it, and the loop does too."""
-    prepared = SimpleNamespace(config=Config(), steps=0)
-    trainer = Trainer(prepared, SimpleNamespace(actor=None, get=lambda name: None), journal)
+    prepared = SimpleNamespace(config=Config(), steps=0, algorithm=get_algorithm("grpo"))
+    trainer = Trainer(prepared, SimpleNamespace(actor=None, rewards=None, get=lambda name: None), journal)
     with pytest.raises(RunIncompleteError, match="0 of 0 steps.*trainer.steps"):
         trainer.run()
