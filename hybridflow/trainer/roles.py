@@ -71,9 +71,12 @@ class Roles:
                       pool=pools[plan.pool])
         if beside := cpu_definitions(prepared.config):
             self._add(cluster, beside, layout=Layout(1), pool=ResourcePool([1], device="cpu"))
+        for group in self.groups:
+            group.wait_until_ready()
 
     def _add(self, cluster: Cluster, roles: dict[str, Definition], **options: Any) -> None:
-        group = cluster.worker_group(roles, name=next(iter(roles)), **options)
+        """Start a group; it builds its roles beside the others."""
+        group = cluster.worker_group(roles, name=next(iter(roles)), wait=False, **options)
         self.groups.append(group)
         self._handles |= {name: group.role(name) for name in roles}
 
