@@ -68,3 +68,15 @@ class WorkerError(HybridFlowError):
 
 class RunIncompleteError(HybridFlowError):
     """The run ended before the steps it was asked for."""
+
+
+class PhaseTimeoutError(HybridFlowError):
+    """A phase of the switch between training and generating took longer than its deadline."""
+
+
+class DeviceMemoryError(HybridFlowError):
+    """A phase needs more device memory than is free; says how many bytes of what are missing."""
+
+
+class WeightsDifferError(HybridFlowError):
+    """After a sync the generation weights are not the trainer's."""

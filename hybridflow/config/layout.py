@@ -72,12 +72,14 @@ def stage_layers(layers: int, pp: int, vpp: int = 1) -> list[list[list[int]]]:
 class GenerationLayout:
     """A generation layout: tensor parallel `tp` inside each of `world / tp` engine replicas.
 
-    groups[g] lists the global ranks of replica g in tensor-parallel order.
+    groups[g] lists the global ranks of replica g in tensor-parallel order. slices[j]: which slice of the decoder layers the
+    rank at tensor-parallel position j holds (empty: slice j).
     """
 
     world: int
     tp: int
     groups: tuple[tuple[int, ...], ...]
+    slices: tuple[int, ...] = ()
 
     def position(self, rank: int) -> tuple[int, int]:
         """(replica, tensor-parallel rank) of a global rank."""
@@ -85,3 +87,8 @@ class GenerationLayout:
             if rank in group:
                 return replica, group.index(rank)
         raise ValueError(f"rank {rank} is in no generation group of {self.groups}")
+
+    def slice_of(self, rank: int) -> int:
+        """Which of the `tp` slices of the decoder layers a global rank holds."""
+        position = self.position(rank)[1]
+        return self.slices[position] if self.slices else position

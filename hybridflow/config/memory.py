@@ -5,6 +5,7 @@ Weights, gradients, optimizer state and cache are counted; activations are an es
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -32,10 +33,16 @@ class Phase:
         return sum(self.parts.values())
 
 
+def _padded(facts: ModelFacts, tp: int) -> int:
+    """Vocabulary rows with the padding of both engines."""
+    multiple = math.lcm(VLLM_VOCABULARY_MULTIPLE, tp)
+    return -(-facts.vocab // multiple) * multiple
+
+
 def training_parameters(facts: ModelFacts, tp: int, pp: int, ep: int = 1, etp: int = 1) -> int:
     """Parameters of the rank that holds most: the first or the last pipeline stage."""
     layers = facts.layers // pp * facts.layer_parameters(tp, ep=ep, etp=etp)
-    vocabulary = -(-facts.vocab // tp) * facts.hidden
+    vocabulary = _padded(facts, tp) // tp * facts.hidden
     if pp == 1:
         return layers + facts.hidden + vocabulary * (1 if facts.tied else 2)
     return layers + facts.hidden + vocabulary  # the last stage: output layer (a copy of a tied embedding) and final norm
@@ -46,6 +53,20 @@ def generation_parameters(facts: ModelFacts, tp: int, ep: int = 1) -> int:
     padded = -(-facts.vocab // VLLM_VOCABULARY_MULTIPLE) * VLLM_VOCABULARY_MULTIPLE
     vocabulary = padded // tp * facts.hidden * (1 if facts.tied else 2)
     return facts.layers * facts.layer_parameters(tp, max(1, facts.kv_heads // tp), ep, tp // ep) + facts.hidden + vocabulary
+
+
+def shared_parameters(facts: ModelFacts, tp: int, pp: int, generation_tp: int) -> int:
+    """Parameters of the first stage's ranks that vLLM uses in place (hybridflow.reshard.sharing).
+
+    All it holds but the query, key and value rows, which Megatron orders by key-value head: alike where a rank has one such
+    head. With another tensor-parallel size only norms are alike: not counted.
+    """
+    if tp != generation_tp:
+        return 0
+    rows = facts.head_dim * (facts.heads + 2 * facts.kv_heads) // tp
+    copied = 0 if facts.kv_heads == tp else rows * (facts.hidden + facts.qkv_bias)
+    ends = _padded(facts, tp) // tp * facts.hidden * (1 if facts.tied or pp > 1 else 2) + (facts.hidden if pp == 1 else 0)
+    return facts.layers // pp * (facts.layer_parameters(tp) - copied) + ends
 
 
 def activation_bytes(settings: ActorConfig | PlacedConfig, facts: ModelFacts) -> int:
@@ -105,7 +126,10 @@ def _while_generating(config: Config, states: dict[ModelRole, dict[str, int]], f
             continue
         offloaded = role.trained and role.settings.offload
         parts |= {name: size for name, size in state.items() if not offloaded or (role.section == "actor" and name == "weights")}
-    parts["rollout weights"] = generation_parameters(facts, config.rollout.tp, config.rollout.ep) * BYTES[config.actor.model.dtype]
+    own, parallel = generation_parameters(facts, config.rollout.tp, config.rollout.ep), config.actor.parallel
+    if config.rollout.alias_weights == "auto" and facts.experts is None:  # of a model with experts little is shared: not counted
+        own -= shared_parameters(facts, parallel.tp, parallel.pp, config.rollout.tp)
+    parts["rollout weights"] = own * BYTES[config.actor.model.dtype]
     parts["key-value cache"] = int(config.rollout.kv_cache_gib * GIB)
     return parts
 

@@ -86,6 +86,17 @@ class ReferenceConfig(PlacedConfig):
 
 
 @dataclass
+class DeadlineConfig:
+    """Seconds each phase of the switch between training and generating may take; a run that exceeds one ends with its name."""
+
+    offload: float = setting(300.0, above=0)  # gradients and optimizer state to host memory
+    wake: float = setting(120.0, above=0)  # memory of the engine's weights, later of its cache
+    reshard: float = setting(600.0, above=0)  # the transfer of the weights
+    sleep: float = setting(120.0, above=0)  # the engine gives its memory back
+    onload: float = setting(300.0, above=0)  # gradients and optimizer state back to the device
+
+
+@dataclass
 class RolloutConfig:
     n: int = setting(8, minimum=1)  # responses per prompt
     tp: int = setting(1, minimum=1)  # tensor parallel inside one engine replica; the number of replicas follows from the ranks
@@ -101,7 +112,12 @@ class RolloutConfig:
     max_num_batched_tokens: int = setting(8192, minimum=1)  # tokens of one engine step
     kv_cache_gib: float = setting(8.0, above=0)  # key-value cache per rank
     enforce_eager: bool = False  # no CUDA graphs
-    bucket_mib: int = setting(256, minimum=1)  # resharding: bytes one collective moves at most
+    bucket_mib: int = setting(256, minimum=1)  # resharding: memory of all transfer buffers of a rank
+    # auto: a generation weight that is laid out like a training weight of its rank is that weight (no copy, no memory); off: copies
+    alias_weights: str = setting("auto", choices=("auto", "off"))
+    sync_checksum: bool = False  # after every sync compare a checksum of each region with the rank it came from
+    probe_interval: int = setting(50, minimum=0)  # compare rollout and trainer log-probs of fixed tokens at the first and every k-th sync
+    deadlines: DeadlineConfig = field(default_factory=DeadlineConfig)
     log_prob_gap_warning: float = setting(0.05, above=0)  # warn when mean |rollout - trainer log-prob| of a step is above
     val_temperature: float = setting(0.0, minimum=0)  # sampling temperature of validation; 0: greedy
 

@@ -1,14 +1,15 @@
 """Cuts: how logical tensors become the parameter of one tensor-parallel rank, in Megatron and in vLLM.
 
 A cut is a few numbers. Both engines' shards derive from it, so that a family's table states each fact once. To add a cut
-(experts, latent attention), write a class with the four methods of `Cut`.
+(experts, latent attention), write a class with the four methods of `Cut` and `rank_order`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from hybridflow.models.shards import Box, Piece
 
@@ -23,12 +24,22 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def padded_vocab(vocab: int, tp: int) -> int:
-    """Rows of Megatron's embedding: the smallest number >= `vocab` that `tp` divides."""
-    return round_up(vocab, tp)
+    """Rows of Megatron's embedding: padded as vLLM pads them, and to what `tp` divides.
+
+    Vocabularies of released models are multiples of 64 already, so this costs nothing; where it adds rows, both engines cut
+    the vocabulary at the same places, and a rank's shard can serve both without a copy.
+    """
+    return round_up(vocab, math.lcm(VLLM_VOCABULARY_MULTIPLE, tp))
 
 
 class Cut(Protocol):
-    """How the tensors of one table entry are cut over `tp` ranks. `sources` are their Hugging Face names, in order."""
+    """How the tensors of one table entry are cut over `tp` ranks. `sources` are their Hugging Face names, in order.
+
+    rank_order: False where the ranks of a vLLM replica may hold the slices of all such cuts in any one order (their outputs
+    are summed over the ranks), True where vLLM computes the slice from the rank (the vocabulary).
+    """
+
+    rank_order: ClassVar[bool]
 
     def logical(self) -> tuple[Shape, ...]:
         """The full shape of each source."""
@@ -62,6 +73,7 @@ def _indivisible(what: str, value: int, tp: int) -> list[str]:
 class Replicated:
     """The whole tensor on every rank."""
 
+    rank_order: ClassVar[bool] = False
     shape: Shape
 
     def logical(self) -> tuple[Shape, ...]:
@@ -81,6 +93,7 @@ class Replicated:
 class Stacked:
     """Several sources on top of each other, whole on every rank; `rows[i]` is the height of source i."""
 
+    rank_order: ClassVar[bool] = False
     rows: tuple[int, ...]
     trailing: Shape
 
@@ -100,6 +113,7 @@ class Stacked:
 class HeadRows:
     """Output rows in runs of `size` for each of `heads` heads; whole heads are dealt to the ranks."""
 
+    rank_order: ClassVar[bool] = False
     heads: int
     size: int
     trailing: Shape
@@ -124,6 +138,7 @@ class Column:
     `rows[i]` is the full height of source i, `trailing` the other dimensions (none for a bias).
     """
 
+    rank_order: ClassVar[bool] = False
     rows: tuple[int, ...]
     trailing: Shape
     what: str = "intermediate_size rows"
@@ -145,6 +160,7 @@ class Column:
 class Row:
     """Input columns (dimension 1) of an [outputs, inputs] matrix are cut."""
 
+    rank_order: ClassVar[bool] = False
     outputs: int
     inputs: int
     what: str = "intermediate_size columns"
@@ -164,8 +180,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Vocabulary rows are cut; each engine pads their number its own way (`padded_vocab`; vLLM to a multiple of 64)."""
+    """Vocabulary rows are cut; both engines pad their number to a multiple of 64 (Megatron: that `tp` divides, `padded_vocab`)."""
 
+    rank_order: ClassVar[bool] = True
     rows: int
     hidden: int
 
@@ -198,6 +215,7 @@ class FusedQKV:
     vLLM lays down [queries; keys; values] of the rank and repeats a key-value head over ranks when there are fewer heads than ranks.
     """
 
+    rank_order: ClassVar[bool] = False
     heads: int
     groups: int  # key-value heads
     head_dim: int

@@ -78,17 +78,19 @@ class WeightMap:
             self._cache[key] = tuple(self._megatron_shard(entry, layout, at) for entry in entries)
         return {parameter.name: parameter for parameter in self._cache[key]}
 
-    def vllm(self, tp: int, tp_rank: int, ep: int = 1) -> dict[str, ShardParameter]:
+    def vllm(self, tp: int, tp_rank: int, ep: int = 1, body: int | None = None) -> dict[str, ShardParameter]:
         """Parameters of tensor-parallel rank `tp_rank` of a vLLM replica, keyed by vLLM name (experts: see Entry).
 
-        `ep` 1: every rank holds a part of each expert; `ep` = tp: whole experts, each on one rank.
+        `ep` 1: every rank holds a part of each expert; `ep` = tp: whole experts, each on one rank. `body`: the slice this rank
+        holds of what may be held in any order (Cut.rank_order); default: that of its rank.
         Raises ModelError when vLLM cannot cut the model over `tp` ranks.
         """
-        key = ("vllm", tp, tp_rank, ep)
+        body = tp_rank if body is None else body
+        key = ("vllm", tp, tp_rank, ep, body)
         if key not in self._cache:
             self._raise(self.vllm_problems(tp, ep))
             entries = [e for e in self._table() if e.expert is None or ep == 1 or self._owner(e.expert, ep) == tp_rank]
-            self._cache[key] = tuple(self._vllm_shard(entry, tp, tp_rank, ep) for entry in entries)
+            self._cache[key] = tuple(self._vllm_shard(e, tp, tp_rank if e.cut.rank_order else body, ep) for e in entries)
         return {parameter.name: parameter for parameter in self._cache[key]}
 
     def _owner(self, expert: int, ep: int) -> int:

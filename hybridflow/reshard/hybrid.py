@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 
-from hybridflow.config.layout import GenerationLayout, Layout
+from hybridflow.config.layout import Coordinates, GenerationLayout, Layout
 from hybridflow.models.weight_map import WeightMap
 from hybridflow.reshard.atoms import Shard
 from hybridflow.reshard.plan import ReshardPlan, plan
@@ -15,14 +16,16 @@ def hybrid_plan(weights: WeightMap, layout: Layout, generation: GenerationLayout
     """Plan for all ranks of `layout`; node_of[r] is the node of global rank r."""
 
     @lru_cache(maxsize=None)
-    def source(tp: int, pp: int) -> Shard:
-        return weights.megatron(layout, layout.rank(tp=tp, pp=pp))
+    def source(place: Coordinates) -> Shard:
+        """Replicas share one shard, so that they are planned once."""
+        return weights.megatron(layout, first[place])
 
     @lru_cache(maxsize=None)
-    def target(tp: int) -> Shard:
-        return weights.vllm(generation.tp, tp)
+    def target(tp: int, body: int) -> Shard:
+        return weights.vllm(generation.tp, tp, body=body)
 
-    places = [layout.coordinates(rank) for rank in range(layout.world)]
-    sources = [source(place.tp, place.pp) for place in places]
-    targets = [target(generation.position(rank)[1]) for rank in range(layout.world)]
+    places = [replace(layout.coordinates(rank), dp=0, cp=0) for rank in range(layout.world)]
+    first = {place: rank for rank, place in reversed(list(enumerate(places)))}
+    sources = [source(place) for place in places]
+    targets = [target(generation.position(rank)[1], generation.slice_of(rank)) for rank in range(layout.world)]
     return plan(sources, targets, node_of=node_of)

@@ -57,6 +57,19 @@ class RankPlan:
 
 
 @dataclass(frozen=True)
+class Traffic:
+    """Elements of a rank's target by where they come from: the rank itself, its node, other nodes."""
+
+    local: int
+    inside: int
+    between: int
+
+    @property
+    def received(self) -> int:
+        return self.inside + self.between
+
+
+@dataclass(frozen=True)
 class _Unit:
     """A region of a target piece inside one atom. `number` counts the units of a target class with the same holders."""
 
@@ -75,6 +88,8 @@ class ReshardPlan:
         self.atoms = cut_atoms(sources)
         self._held = [pieces_by_tensor(shard) for shard in sources.shards]
         self._units: dict[int, list[_Unit]] = {}
+        self._volumes: dict[int, dict[tuple[int, ...], int]] = {}
+        self._nodes: dict[tuple[int, ...], frozenset[int]] = {}
         self._members: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._candidates: dict[tuple[tuple[int, ...], int], dict[int, tuple[tuple[int, ...], int]]] = {}
         self._check_complete()
@@ -90,14 +105,22 @@ class ReshardPlan:
         self._plan_sends(plan)
         return plan
 
+    def traffic(self, rank: int) -> Traffic:
+        """Where the target of `rank` comes from, without listing the moves: cheap for every rank of a large plan."""
+        number, own, node = self.targets.of_rank[rank], self.sources.of_rank[rank], self.node_of[rank]
+        local = inside = between = 0
+        for holders, elements in self._volumes_of(number).items() if number >= 0 else ():
+            if own in holders:
+                local += elements
+            elif node in self._nodes_of(holders):
+                inside += elements
+            else:
+                between += elements
+        return Traffic(local, inside, between)
+
     def lower_bound_bytes(self, rank: int, element_size: int) -> int:
         """Bytes that `rank` must receive in any plan: what its target holds and its own source does not."""
-        number = self.targets.of_rank[rank]
-        if number < 0:
-            return 0
-        own = self.sources.of_rank[rank]
-        lacking = sum(unit.region.size for unit in self._units_of(number) if own not in unit.atom.holders)
-        return lacking * element_size
+        return self.traffic(rank).received * element_size
 
     def _plan_target(self, plan: RankPlan) -> None:
         number = self.targets.of_rank[plan.rank]
@@ -126,6 +149,20 @@ class ReshardPlan:
         if number not in self._units:
             self._units[number] = list(self._cut_units(self.targets.shards[number]))
         return self._units[number]
+
+    def _volumes_of(self, number: int) -> dict[tuple[int, ...], int]:
+        """Elements of target class `number` by the source classes that hold them."""
+        if number not in self._volumes:
+            volumes: dict[tuple[int, ...], int] = {}
+            for unit in self._units_of(number):
+                volumes[unit.atom.holders] = volumes.get(unit.atom.holders, 0) + unit.region.size
+            self._volumes[number] = volumes
+        return self._volumes[number]
+
+    def _nodes_of(self, holders: tuple[int, ...]) -> frozenset[int]:
+        if holders not in self._nodes:
+            self._nodes[holders] = frozenset(self.node_of[rank] for rank in self._ranks_of(holders))
+        return self._nodes[holders]
 
     def _cut_units(self, shard: Shard) -> Iterator[_Unit]:
         counts: dict[tuple[int, ...], int] = {}

@@ -1,19 +1,19 @@
 """Everything that reaches inside vLLM (0.25.1 on GPU, 0.32.0 on CPU). Importing this module imports vLLM.
 
 vLLM runs inside the training processes: one engine per rank, the ranks of a generation group in lock-step, each deciding
-the same schedule from the same requests. Its weights are never read from a file: they start as dummies and are written in
-place by resharding. No global function of vLLM is replaced; its group variables are filled before its worker would.
+the same schedule from the same requests. Its weights are never read from a file: they start as zeros or as the trainer's own
+tensors (loader.py), and resharding writes them in place. No global function of vLLM is replaced; its group variables are
+filled before its worker would.
 """
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
 import time
 import uuid
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,17 +26,14 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import vllm.distributed.parallel_state as parallel_state  # noqa: E402
 from vllm import SamplingParams  # noqa: E402
-from vllm.config import LoadConfig  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
-from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod  # noqa: E402
-from vllm.model_executor.model_loader import DummyModelLoader, register_model_loader  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
 from vllm.usage.usage_lib import UsageContext  # noqa: E402
 from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
 
-from hybridflow.engine.vocab_parallel import matmul_float32  # noqa: E402
-from hybridflow.errors import ModelError  # noqa: E402
+from hybridflow.errors import ModelError, ReshardError  # noqa: E402
+from hybridflow.rollout.loader import LOAD_FORMAT, Offer, offering  # noqa: E402
 from hybridflow.rollout.requests import FinishReason, Request, Response, Sampling  # noqa: E402
 
 if current_platform.is_cpu():
@@ -47,7 +44,6 @@ else:
 logger = logging.getLogger(__name__)
 warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)  # vLLM calls by older names
 
-LOAD_FORMAT = "hybridflow_dummy"
 PROGRESS_SECONDS = 30.0
 # vLLM reserves nothing by this share once the cache size is given; it only checks that so much is free at the start.
 MEMORY_SHARE = 0.05
@@ -114,46 +110,20 @@ def _name_shared_memory() -> None:
     os.environ["VLLM_DIST_IDENT"] = box[0]
 
 
-class _TrainerHead(UnquantizedEmbeddingMethod):
-    """Logits as the trainer computes them: from the plain weight, in float32.
+class VllmBridge:
+    """One vLLM engine inside this rank. Construction is collective over all ranks of torch.distributed.
 
-    vLLM's own are rounded to the model's dtype: at a logit of 20 in bfloat16 by up to 0.06, which is then the gap between
-    the log-probs of rollout and trainer. On CPU its method would compute them from a packed copy besides.
+    shared: tensors of the trainer, by vLLM name, that are to be vLLM's parameters; `offer` says which became that.
     """
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        pass
-
-    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        logits = matmul_float32(x, layer.weight.t())
-        return logits if bias is None else logits + bias
-
-
-@register_model_loader(LOAD_FORMAT)
-class WritableDummyLoader(DummyModelLoader):
-    """Dummy weights that can be written at any time: on CPU vLLM would pack them and drop or ignore the originals."""
-
-    def __init__(self, load_config: LoadConfig) -> None:
-        own = copy.copy(load_config)
-        own.load_format = "dummy"
-        super().__init__(own)
-
-    def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
-        super().load_weights(model, model_config)
-        for module in model.modules():
-            module._cpu_skip_gemm_dispatch = True
-            if type(getattr(module, "quant_method", None)) is UnquantizedEmbeddingMethod:
-                module.quant_method = _TrainerHead()
-
-
-class VllmBridge:
-    """One vLLM engine inside this rank. Construction is collective over all ranks of torch.distributed."""
-
-    def __init__(self, settings: EngineSettings) -> None:
+    def __init__(self, settings: EngineSettings, shared: Mapping[str, torch.Tensor]) -> None:
         os.environ.update(RANK=str(settings.rank), LOCAL_RANK=str(settings.local_rank))  # where external_launcher reads them
         self.settings = settings
         self.can_sleep = not current_platform.is_cpu()
-        self.engine = LLMEngine.from_engine_args(_engine_args(settings, self.can_sleep), usage_context=UsageContext.LLM_CLASS)
+        self.offer = Offer(shared)
+        with offering(self.offer):
+            self.engine = LLMEngine.from_engine_args(_engine_args(settings, self.can_sleep), usage_context=UsageContext.LLM_CLASS)
+        self.offer.check(self.parameters())
         self._groups = {name: getattr(parallel_state, name) for name in GROUPS}
         self._count = 0
         self._check_head_size()
@@ -164,12 +134,16 @@ class VllmBridge:
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Response]:
         """Answer all requests, in their order. Every rank of a group must pass the same requests (see `same_in_group`)."""
-        for name, group in self._groups.items():  # another engine of this process may have set its own
-            setattr(parallel_state, name, group)
-        with _eager_kernels():
-            ids = [self._add(request, sampling) for request in requests]
-            finished = self._drain(len(ids))
-        return [finished[i] for i in ids]
+        finished = self._answer([(request.prompt_ids, _sampling_params(request, sampling)) for request in requests])
+        return [_response(output.outputs[0]) for output in finished]
+
+    def score(self, rows: Sequence[list[int]]) -> list[list[float]]:
+        """Log-prob of every token but the first of each row, given the tokens before it, at temperature 1."""
+        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, ignore_eos=True,
+                                output_kind=RequestOutputKind.FINAL_ONLY)
+        finished = self._answer([(row, params) for row in rows])
+        return [[place[token].logprob for token, place in zip(row[1:], output.prompt_logprobs[1:])]
+                for row, output in zip(rows, finished)]
 
     def same_in_group(self, digest: int) -> bool:
         """Whether all ranks of this rank's generation group pass the same number."""
@@ -181,7 +155,11 @@ class VllmBridge:
         return int(span[0]) == -int(span[1])
 
     def reset_prefix_cache(self) -> None:
-        """Forget keys and values of earlier weights."""
+        """Forget keys and values of earlier weights. Raises ReshardError if CUDA graphs would read weights where they no longer are."""
+        moved = [] if self.engine.model_config.enforce_eager else self.offer.moved(self.parameters())
+        if moved:
+            raise ReshardError(f"the trainer has moved {len(moved)} weights that CUDA graphs of the engine read, {moved[0]} first; set "
+                               "rollout.alias_weights=off, or rollout.enforce_eager=true")
         if not self.engine.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
 
@@ -205,20 +183,28 @@ class VllmBridge:
         if size not in known:
             raise ModelError(f"attention head size {size} of {self.settings.model_path}: vLLM on CPU computes only {known}")
 
-    def _add(self, request: Request, sampling: Sampling) -> str:
+    def _answer(self, requests: Sequence[tuple[list[int], SamplingParams]]) -> list[Any]:
+        """vLLM's outputs for (token ids, parameters), in order."""
+        for name, group in self._groups.items():  # another engine of this process may have set its own
+            setattr(parallel_state, name, group)
+        with _eager_kernels():
+            ids = [self._add(*request) for request in requests]
+            finished = self._drain(len(ids))
+        return [finished[i] for i in ids]
+
+    def _add(self, token_ids: list[int], params: SamplingParams) -> str:
         self._count += 1
         name = str(self._count)
-        prompt = {"type": "token", "prompt_token_ids": request.prompt_ids}
-        self.engine.add_request(name, prompt, _sampling_params(request, sampling))
+        self.engine.add_request(name, {"type": "token", "prompt_token_ids": token_ids}, params)
         return name
 
-    def _drain(self, total: int) -> dict[str, Response]:
-        finished: dict[str, Response] = {}
+    def _drain(self, total: int) -> dict[str, Any]:
+        finished: dict[str, Any] = {}
         start = noted = time.monotonic()
         while self.engine.has_unfinished_requests():
             for output in self.engine.step():
                 if output.finished:
-                    finished[output.request_id] = _response(output.outputs[0])
+                    finished[output.request_id] = output
             if time.monotonic() - noted > PROGRESS_SECONDS:
                 noted = time.monotonic()
                 logger.info("generating: %d of %d responses after %.0f s", len(finished), total, noted - start)

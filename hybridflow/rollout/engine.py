@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import time
 import zlib
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -42,11 +43,12 @@ class RolloutEngine:
     generation: the replica and tensor-parallel rank of every global rank. dtype: "bfloat16" or "float32". max_model_len:
     tokens of prompt and response together. Construction is collective over all ranks; the engine then sleeps, in phase
     train, with weights that mean nothing: sync before generating. Keep it for the life of the process, since vLLM destroys
-    the default process group with it.
+    the default process group with it. shared: tensors of the trainer, by vLLM name, that vLLM's parameters shall be; they must
+    stay where they are.
     """
 
     def __init__(self, model_path: str, generation: GenerationLayout, config: RolloutConfig, *, dtype: str, device: Device, seed: int,
-                 max_model_len: int, tokenizer_path: str | None = None) -> None:
+                 max_model_len: int, tokenizer_path: str | None = None, shared: Mapping[str, torch.Tensor] | None = None) -> None:
         from hybridflow.rollout.bridge import EngineSettings, VllmBridge  # vLLM takes seconds to import
 
         if config.max_response_length >= max_model_len:
@@ -64,7 +66,7 @@ class RolloutEngine:
                 max_model_len=max_model_len, max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 kv_cache_bytes=int(config.kv_cache_gib * GIB), enforce_eager=config.enforce_eager,
-                tokenizer_path=(tokenizer_path or model_path) if config.stop else None))
+                tokenizer_path=(tokenizer_path or model_path) if config.stop else None), shared or {})
         self._bridge.sleep()
         logger.info("generation engine up in %.1f s (replica %d, tensor-parallel rank %d)", time.perf_counter() - start, self.replica,
                     self.tp_rank)
@@ -77,6 +79,16 @@ class RolloutEngine:
     def parameters(self) -> dict[str, torch.Tensor]:
         """vLLM name -> live tensor of this rank. Write them only in phase sync."""
         return self._bridge.parameters()
+
+    @property
+    def unshared(self) -> dict[str, str]:
+        """Why parameters that were to be the trainer's tensors are not."""
+        return dict(self._bridge.offer.refused)
+
+    def bytes_to_wake(self) -> dict[str, int]:
+        """Device bytes that waking takes, by tag: weights that are not the trainer's, and the cache."""
+        own = {name: tensor for name, tensor in self.parameters().items() if name not in self._bridge.offer.taken}
+        return {"weights": sum(t.nbytes for t in own.values()), "kv_cache": int(self.config.kv_cache_gib * GIB)}
 
     def sleep(self) -> None:
         """generate -> train: give weights and cache memory back (nothing to do on CPU)."""
@@ -122,6 +134,15 @@ class RolloutEngine:
         with preserved_rng():
             responses = self._bridge.generate(requests, self._sampling(temperature))
         return _collect(prompts, n, responses, version)
+
+    def score(self, rows: Sequence[list[int]]) -> list[list[float]]:
+        """Log-probs at temperature 1 of every token but the first of each row, given those before it (nothing is sampled).
+
+        Collective over the replica, whose ranks pass the same rows. Raises PhaseError outside phase generate.
+        """
+        self.phase.expect(Phase.GENERATE, "score")
+        with preserved_rng():
+            return self._bridge.score(rows)
 
     def _sampling(self, temperature: float) -> Sampling:
         return Sampling(temperature=temperature, top_p=self.config.top_p, top_k=self.config.top_k,

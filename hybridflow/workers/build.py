@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,10 +14,14 @@ from hybridflow.engine.device import Device
 from hybridflow.models.settings import read_hf_config
 from hybridflow.reshard.execute import Resharder
 from hybridflow.reshard.hybrid import hybrid_plan
+from hybridflow.reshard.ledger import Ledger, used_memory
+from hybridflow.reshard.sharing import shared_parameters
 from hybridflow.rollout.engine import RolloutEngine
 
 if TYPE_CHECKING:
     from hybridflow.engine.megatron import MegatronEngine
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -35,14 +41,35 @@ def build_engine(context: WorkerContext, role: ActorConfig | PlacedConfig, confi
     return engine
 
 
-def build_rollout(context: WorkerContext, config: Config) -> RolloutEngine:
-    """This rank's shard of a vLLM engine, with dummy weights until the first reshard."""
-    return RolloutEngine(
+def shared_weights(context: WorkerContext, config: Config, engine: MegatronEngine) -> dict[str, torch.Tensor]:
+    """The trainer's tensors that vLLM's parameters of this rank shall be, by vLLM name; {} when rollout.alias_weights is off."""
+    if config.rollout.alias_weights == "off":
+        logger.info("rollout.alias_weights=off: every generation weight is a copy")
+        return {}
+    generation = context.generation
+    target = engine.weights.vllm(generation.tp, generation.position(context.rank)[1], body=generation.slice_of(context.rank))
+    sharing = shared_parameters(engine.shard_parameters(), target)
+    parameters = engine.parameters()
+    return {name: parameters[source] for name, source in sharing.pairs.items()}
+
+
+def build_rollout(context: WorkerContext, config: Config, shared: dict[str, torch.Tensor]) -> RolloutEngine:
+    """This rank's shard of a vLLM engine: parameters in `shared` are those tensors, the rest means nothing until the first reshard."""
+    rollout = RolloutEngine(
         config.actor.model.path, context.generation, config.rollout, dtype=config.actor.model.dtype,
         device=Device.detect(context.device_name), seed=config.trainer.seed,
         max_model_len=config.data.max_prompt_length + config.rollout.max_response_length,
-        tokenizer_path=config.actor.model.tokenizer_path,
+        tokenizer_path=config.actor.model.tokenizer_path, shared=shared,
     )
+    parameters = rollout.parameters()
+    taken = shared.keys() - rollout.unshared.keys()
+    logger.info("%d of %d generation weights of rank %d are the trainer's (%.1f MB of %.1f MB); the others are copied by resharding",
+                len(taken), len(parameters), context.rank, sum(parameters[name].nbytes for name in taken) / 1e6,
+                sum(p.nbytes for p in parameters.values()) / 1e6)
+    for reason in sorted(set(rollout.unshared.values())):
+        names = [name for name, why in rollout.unshared.items() if why == reason]
+        logger.info("%d weights laid out like the trainer's are copies (%s), %s first", len(names), reason, names[0])
+    return rollout
 
 
 def build_resharder(context: WorkerContext, config: Config, engine: MegatronEngine, rollout: RolloutEngine) -> Resharder:
@@ -50,3 +77,9 @@ def build_resharder(context: WorkerContext, config: Config, engine: MegatronEngi
     transfer = hybrid_plan(engine.weights, context.layout, context.generation, node_of=context.node_of)
     return Resharder(transfer, context.rank, engine.parameters(), rollout.parameters(), group=None,
                      bucket_bytes=config.rollout.bucket_mib << 20)
+
+
+def build_ledger(context: WorkerContext, config: Config) -> Ledger:
+    """Times the phases of this rank and holds them to rollout.deadlines."""
+    device = Device.detect(context.device_name)
+    return Ledger(dataclasses.asdict(config.rollout.deadlines), lambda: used_memory(device))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hybridflow.config.layout import Layout
-from hybridflow.config.memory import GIB, generation_parameters, phases, render, training_parameters
+from hybridflow.config.memory import GIB, generation_parameters, phases, render, shared_parameters, training_parameters
 from hybridflow.config.model_facts import ModelFacts
 from tests.config.support import SMOLLM2, config_of
 
@@ -46,13 +46,28 @@ def test_parameters_per_rank_are_those_of_the_weight_map(family: str, flags: dic
         assert generation_parameters(facts, tp) == size(table.vllm(tp, 0)), tp
 
 
+@pytest.mark.parametrize(("tied", "tp", "pp"), [(True, 1, 1), (False, 2, 1), (True, 2, 2), (False, 4, 2)])
+def test_shared_parameters_are_those_of_the_weight_map(tied: bool, tp: int, pp: int) -> None:
+    from hybridflow.reshard.sharing import shared_parameters as shared_names
+
+    facts = ModelFacts("m", "qwen2", layers=4, hidden=32, ffn=64, heads=8, kv_heads=4, head_dim=4, vocab=101, max_positions=64, tied=tied,
+                       qkv_bias=True)
+    table = weights_of(facts)
+    target = table.vllm(tp, 0)
+    pairs = shared_names(table.megatron(Layout(tp * pp, tp=tp, pp=pp), 0), target).pairs
+    assert shared_parameters(facts, tp, pp, tp) == sum(math.prod(target[name].shape) for name in pairs)
+    assert shared_parameters(facts, tp, pp, 2 * tp) == 0
+
+
 def test_phases_hold_what_the_settings_say() -> None:
     config = config_of(rollout__kv_cache_gib=2.0, algorithm__kl_coef=0.1, data__train_batch_size=60)
     update, generate = phases(config, 2, SMOLLM2)
     count = SMOLLM2.parameters
     assert update.parts["weights"] == update.parts["reference weights"] == 2 * count
     assert update.parts["gradients"] == 4 * count and update.parts["optimizer"] == 12 * count // 2
-    assert generate.parts["key-value cache"] == 2 * GIB and generate.parts["rollout weights"] == 2 * count
+    assert generate.parts["key-value cache"] == 2 * GIB and 0 < generate.parts["rollout weights"] < 2 * count // 4
+    config.rollout.alias_weights = "off"
+    assert phases(config, 2, SMOLLM2)[1].parts["rollout weights"] == 2 * count
     assert generate.parts["optimizer"] == update.parts["optimizer"]
     config.actor.offload, config.algorithm.kl_coef = True, 0.0
     update, generate = phases(config, 2, SMOLLM2)

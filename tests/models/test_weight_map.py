@@ -125,10 +125,11 @@ def test_stages_hold_their_layers_and_ends() -> None:
     assert "output_layer.weight" not in weights.megatron(Layout(1), 0)  # tied, one stage: Megatron makes no such parameter
 
 
-def test_vocabulary_is_padded_by_each_engine_in_its_way() -> None:
+def test_vocabulary_is_padded_alike_by_both_engines() -> None:
     weights = weight_map(small(tie_word_embeddings=False))
-    assert padded_vocab(101, 2) == 102
-    assert [weights.megatron(Layout(2, tp=2), r)["output_layer.weight"].shape for r in (0, 1)] == [(51, 32)] * 2
+    assert [padded_vocab(101, tp) for tp in (1, 2, 3, 4)] == [128, 128, 192, 128]
+    assert padded_vocab(49152, 8) == 49152
+    assert [weights.megatron(Layout(2, tp=2), r)["output_layer.weight"].shape for r in (0, 1)] == [(64, 32)] * 2
     assert [weights.vllm(4, r)["lm_head.weight"].shape for r in range(4)] == [(32, 32)] * 4
     assert weights.vllm(4, 3)["lm_head.weight"].pieces[0].box == Box((96, 0), (5, 32))
     assert weight_map(small(vocab_size=20)).vllm(2, 1)["model.embed_tokens.weight"].pieces == ()  # rows 32..63 are all padding

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
+from random import Random
 
 import torch
 from hypothesis import strategies as st
@@ -20,32 +22,40 @@ class Case:
     node_of: list[int]
 
 
-@st.composite
-def cases(draw: st.DrawFn, ranks: int | None = None) -> Case:
-    """Sources together hold everything; a target may hold anything; the two rank sets may be equal, overlap or be disjoint."""
-    world = ranks or draw(st.integers(1, 7))
-    logical = {f"tensor{i}": tuple(draw(st.lists(st.integers(1, 7), min_size=1, max_size=3))) for i in range(draw(st.integers(1, 4)))}
-    holders = draw(st.lists(st.integers(0, world - 1), min_size=1, max_size=world, unique=True))
-    takers = draw(st.lists(st.integers(0, world - 1), min_size=1, max_size=world, unique=True))
-    sources = _side(draw, logical, world, holders, complete=True)
-    targets = _side(draw, logical, world, takers, complete=False)
-    return Case(logical, sources, targets, draw(st.lists(st.integers(0, 2), min_size=world, max_size=world)))
+def cases(ranks: int | None = None) -> st.SearchStrategy[Case]:
+    """Sources together hold everything; a target may hold anything; the two rank sets may be equal, overlap or be disjoint.
+
+    The sizes are hypothesis's, so that a failure shrinks; the rest follows from a seed, so that thousands of cases take seconds.
+    """
+    world = st.just(ranks) if ranks else st.integers(1, 7)
+    return st.builds(make_case, world, st.integers(1, 4), st.integers(1, 7), st.integers(0, 2**32 - 1))
 
 
-def _side(draw: st.DrawFn, logical: dict[str, tuple[int, ...]], world: int, ranks: list[int], *, complete: bool) -> list[Shard]:
+def make_case(world: int, tensors: int, extent: int, seed: int) -> Case:
+    """A case of `tensors` tensors with dimensions of at most `extent` elements."""
+    random = Random(seed)
+    logical = {f"tensor{i}": tuple(random.randint(1, extent) for _ in range(random.randint(1, 3))) for i in range(tensors)}
+    sides = [random.sample(range(world), random.randint(1, world)) for _ in range(2)]
+    sources = _side(random, logical, world, sides[0], complete=True)
+    targets = _side(random, logical, world, sides[1], complete=False)
+    return Case(logical, sources, targets, [random.randint(0, 2) for _ in range(world)])
+
+
+def _side(random: Random, logical: dict[str, tuple[int, ...]], world: int, ranks: list[int], *, complete: bool) -> list[Shard]:
     """Shards of one side; per tensor its own cut. With replicas some ranks share one cut, others have another that overlaps it."""
     pieces: list[list[tuple[str, Box]]] = [[] for _ in range(world)]
     for tensor, shape in logical.items():
-        for copy in range(draw(st.integers(1, 2))):
-            boxes = _cut(draw, shape)
+        for copy in range(random.randint(1, 2)):
+            boxes = _cut(random, shape)
             for box in boxes:
-                some = draw(st.lists(st.sampled_from(ranks), min_size=int(complete and copy == 0), max_size=3, unique=True))
+                fewest = int(complete and copy == 0)
+                some = random.sample(ranks, random.randint(fewest, max(fewest, min(3, len(ranks)))))
                 for rank in some:
                     if not any(t == tensor and box.intersect(b) for t, b in pieces[rank]):
                         pieces[rank].append((tensor, box))
             if complete and copy == 0:
                 _ensure(pieces, tensor, boxes, ranks)
-    return [_parameters(draw, own) for own in pieces]
+    return [_parameters(random, own) for own in pieces]
 
 
 def _ensure(pieces: list[list[tuple[str, Box]]], tensor: str, boxes: list[Box], ranks: list[int]) -> None:
@@ -54,12 +64,13 @@ def _ensure(pieces: list[list[tuple[str, Box]]], tensor: str, boxes: list[Box], 
             pieces[ranks[0]].append((tensor, box))
 
 
-def _cut(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
+def _cut(random: Random, shape: tuple[int, ...]) -> list[Box]:
     """Disjoint boxes that cover `shape`, cut unevenly along one dimension."""
-    axis = draw(st.integers(0, len(shape) - 1))
-    cuts = sorted(draw(st.sets(st.integers(1, shape[axis]), max_size=3)) | {0, shape[axis]})
+    axis = random.randrange(len(shape))
+    inner = random.sample(range(1, shape[axis] + 1), random.randint(0, min(3, shape[axis])))
+    cuts = sorted({0, shape[axis], *inner})
     boxes = []
-    for begin, end in zip(cuts, cuts[1:]):
+    for begin, end in itertools.pairwise(cuts):
         start = [0] * len(shape)
         extent = list(shape)
         start[axis], extent[axis] = begin, end - begin
@@ -67,12 +78,12 @@ def _cut(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
     return boxes
 
 
-def _parameters(draw: st.DrawFn, pieces: list[tuple[str, Box]]) -> Shard:
+def _parameters(random: Random, pieces: list[tuple[str, Box]]) -> Shard:
     """One parameter per group of pieces with equal trailing shape (fused along dimension 0), with padding rows between."""
     groups: dict[tuple[int, ...], list[list[tuple[str, Box]]]] = {}
     for tensor, box in pieces:
         fused = groups.setdefault(box.shape[1:], [])
-        if fused and draw(st.booleans()):
+        if fused and random.random() < 0.5:
             fused[-1].append((tensor, box))
         else:
             fused.append([(tensor, box)])
@@ -81,11 +92,11 @@ def _parameters(draw: st.DrawFn, pieces: list[tuple[str, Box]]) -> Shard:
         for members in parameters:
             row, parts = 0, []
             for tensor, box in members:
-                row += draw(st.integers(0, 2))
+                row += random.randint(0, 2)
                 parts.append(Piece(tensor, box, (row, *(0,) * len(tail))))
                 row += box.shape[0]
             name = f"parameter{len(shard)}"
-            shard[name] = ShardParameter(name, (row + draw(st.integers(0, 2)), *tail), tuple(parts))
+            shard[name] = ShardParameter(name, (row + random.randint(0, 2), *tail), tuple(parts))
     return shard
 
 

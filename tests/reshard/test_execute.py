@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -18,31 +17,21 @@ from hybridflow.reshard.execute import Resharder, TransferReport
 from hybridflow.reshard.grouping import generation_layout
 from hybridflow.reshard.hybrid import hybrid_plan
 from hybridflow.reshard.plan import plan
-from tests.ranks import RankPool
+from hybridflow.reshard.pools import cross_pool_group, pool_ranks
+from tests.ranks import RankPool, free_port
 from tests.reshard.random_layouts import Case, blank, cases, expected, fill, random_logical
 
 BUCKETS = (64, 1 << 10, 256 << 20)
 
 
-@pytest.fixture(scope="module")
-def four() -> Iterator[RankPool]:
-    with RankPool(4) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def eight() -> Iterator[RankPool]:
-    with RankPool(8) as pool:
-        yield pool
-
-
-def move_case(case: Case, bucket_bytes: int, source_dtype: torch.dtype, dtype: torch.dtype) -> TransferReport:
+def move_case(case: Case, bucket_bytes: int, source_dtype: torch.dtype, dtype: torch.dtype,
+              group: dist.ProcessGroup | None = None) -> TransferReport:
     """On a rank: two syncs in a row with other values; every target tensor is compared bit by bit."""
-    rank = dist.get_rank()
+    rank = dist.get_rank() if group is None else group.rank()
     layouts = plan(case.sources, case.targets, node_of=case.node_of)
     source = fill(case.sources[rank], random_logical(case.logical), source_dtype)
     target = blank(case.targets[rank], dtype)
-    resharder = Resharder(layouts, rank, source, target, None, bucket_bytes, dtype)
+    resharder = Resharder(layouts, rank, source, target, group, bucket_bytes, dtype)
     for seed in (0, 1):
         logical = random_logical(case.logical, seed)
         for name, tensor in fill(case.sources[rank], logical, source_dtype).items():
@@ -71,18 +60,13 @@ def tiny_weights(family: str, tied: bool) -> WeightMap:
         tie_word_embeddings=tied, max_position_embeddings=64))
 
 
-def move_model(weights: WeightMap, layout: Layout, tp_g: int, bucket_bytes: int, dtype: torch.dtype) -> tuple[TransferReport, int]:
-    """On a rank: a training layout's shards, filled with known values, become vLLM's shards. Returns the buffers' peak bytes too."""
+def move_model(weights: WeightMap, layout: Layout, tp_g: int, bucket_bytes: int, dtype: torch.dtype) -> TransferReport:
+    """On a rank: a training layout's shards, filled with known values, become vLLM's shards."""
     generation = generation_layout(layout, tp_g)
-    rank = dist.get_rank()
     case = Case(weights.logical, [weights.megatron(layout, r) for r in range(layout.world)],
-                [weights.vllm(tp_g, generation.position(r)[1]) for r in range(layout.world)], [r // 4 for r in range(layout.world)])
-    report = move_case(case, bucket_bytes, torch.float32, dtype)
-    resharder = Resharder(hybrid_plan(weights, layout, generation, node_of=case.node_of), rank, blank(case.sources[rank]),
-                          blank(case.targets[rank], dtype), None, bucket_bytes, dtype)
-    buffers = [max((half.elements for half in halves), default=0) for halves in
-               ([b.send for b in resharder.buckets], [b.receive for b in resharder.buckets])]
-    return report, sum(buffers) * dtype.itemsize
+                [weights.vllm(tp_g, generation.position(r)[1], body=generation.slice_of(r)) for r in range(layout.world)],
+                [r // 4 for r in range(layout.world)])
+    return move_case(case, bucket_bytes, torch.float32, dtype)
 
 
 @pytest.mark.parametrize(("family", "tied"), [("llama", True), ("qwen2", False)])
@@ -90,9 +74,34 @@ def move_model(weights: WeightMap, layout: Layout, tp_g: int, bucket_bytes: int,
 def test_models_are_bit_exact(eight: RankPool, family: str, tied: bool, layout: Layout) -> None:
     weights = tiny_weights(family, tied)
     for tp_g, bucket_bytes in ((1, 4 << 10), (2, 64 << 10), (4, 256 << 20)):
-        for report, peak in eight.run(move_model, weights, layout, tp_g, bucket_bytes, torch.bfloat16):
-            assert peak <= bucket_bytes
+        for report in eight.run(move_model, weights, layout, tp_g, bucket_bytes, torch.bfloat16):
+            assert report.buffer_bytes <= bucket_bytes
             assert report.bytes_local > 0
+            assert report.buckets > 1 or bucket_bytes > 64 << 10
+
+
+def move_between_pools(weights: WeightMap, port: int) -> TransferReport:
+    """On a rank: two training ranks (tp 2) and two rollout ranks (tp_g 1) that know each other through a group of their own.
+
+    Their numbers in it are not those of the default group, which is not used.
+    """
+    rank = 3 - dist.get_rank()
+    group = cross_pool_group("127.0.0.1", port, rank, 4, device=torch.device("cpu"), timeout=60)
+    training, rollout = pool_ranks(2, 2)
+    sources = [weights.megatron(Layout(2, tp=2), r) for r in training] + [{} for _ in rollout]
+    targets = [{} for _ in training] + [weights.vllm(1, 0) for _ in rollout]
+    return move_case(Case(weights.logical, sources, targets, [0, 0, 1, 1]), 4 << 10, torch.bfloat16, torch.bfloat16, group)
+
+
+def test_separate_pools(four: RankPool) -> None:
+    """Nothing is local; each training rank serves both rollout ranks its half of the matrices, and replicated tensors once."""
+    weights = tiny_weights("qwen2", False)
+    reports = four.run(move_between_pools, weights, free_port())[::-1]
+    whole = 2 * sum(torch.Size(shape).numel() for shape in weights.logical.values())
+    assert [(r.bytes_sent, r.bytes_received) for r in reports[2:]] == [(0, whole)] * 2
+    assert sum(r.bytes_sent for r in reports[:2]) == 2 * whole and all(r.bytes_received == 0 for r in reports[:2])
+    assert abs(reports[0].bytes_sent - reports[1].bytes_sent) < whole // 4
+    assert all(r.bytes_local == 0 and r.buffer_bytes <= 4 << 10 and r.buckets > 10 for r in reports)
 
 
 def test_one_rank_moves_nothing_between_ranks() -> None:

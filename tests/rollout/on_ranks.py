@@ -97,6 +97,17 @@ def different_prompts(name: str, prompts: Batch, options: dict) -> str:
     return generate_error(name, prompts.select(order.flip(0) if dist.get_rank() % 2 else order), options)
 
 
+def moved_weights(name: str) -> tuple[list[str], list[str]]:
+    """What the engine's offer notices when a shared tensor changes its storage, and when it does not."""
+    from hybridflow.rollout.loader import Offer
+
+    tensors = {key: tensor.detach() for key, tensor in WORKERS[name].engine.parameters().items()}
+    offer = Offer(tensors)
+    offer.check(tensors)
+    first = offer.taken[0]
+    return offer.moved(tensors), offer.moved(tensors | {first: tensors[first].clone()})
+
+
 def rng_survives(name: str, prompts: Batch, options: dict) -> bool:
     """Whether the next random numbers are the same with and without generating before them."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()

@@ -209,6 +209,12 @@ def test_columns_of_the_result(ranks: Ranks, single: str) -> None:
     assert len(ranks.generate(single, prompts.select([]), n=2)[0]) == 0
 
 
+def test_a_shared_weight_that_moves_is_noticed(ranks: Ranks, single: str) -> None:
+    """CUDA graphs read a weight where it was at their capture."""
+    for still, moved in ranks.pool.run(on_ranks.moved_weights, single):
+        assert still == [] and len(moved) == 1
+
+
 def test_generating_leaves_the_random_state_alone(ranks: Ranks, single: str) -> None:
     assert all(ranks.pool.run(on_ranks.rng_survives, single, random_prompts([5, 5]), OPTIONS))
 

@@ -17,10 +17,10 @@ from hybridflow.cluster.worker_group import RoleHandle
 from hybridflow.config.layout import Layout
 from hybridflow.config.schema import Config
 from hybridflow.data.batch import Batch, Ragged
-from hybridflow.errors import PhaseError, WorkerError
+from hybridflow.errors import PhaseError, WeightsDifferError, WorkerError
 from hybridflow.reshard.grouping import generation_layout
-from hybridflow.workers.hybrid import ActorRolloutWorker
 from tests.tiny import make_tiny_model
+from tests.workers.corrupting import CorruptingWorker
 
 SAMPLING = {"step": 1, "n": 2, "temperature": 1.0}
 
@@ -32,7 +32,7 @@ def config() -> Iterator[Config]:
     config.actor.model.path = make_tiny_model(Path(folder, "model"), hidden=128, layers=2)
     config.actor.model.dtype = "float32"
     config.data.max_prompt_length, config.rollout.max_response_length = 8, 4
-    config.rollout.kv_cache_gib, config.rollout.max_num_seqs = 0.01, 8
+    config.rollout.kv_cache_gib, config.rollout.max_num_seqs, config.rollout.probe_interval = 0.01, 8, 2
     yield config
     shutil.rmtree(folder)
 
@@ -40,7 +40,7 @@ def config() -> Iterator[Config]:
 @pytest.fixture
 def actor(ray_cluster: Cluster, config: Config) -> Iterator[RoleHandle]:
     """A fresh worker for each test: the first failure ends a group."""
-    roles = {"actor": (ActorRolloutWorker, {"config": config, "loss": policy_loss(config), "total_steps": 1})}
+    roles = {"actor": (CorruptingWorker, {"config": config, "loss": policy_loss(config), "total_steps": 1})}
     layout = Layout(1)
     pool = ResourcePool([1], "cpu")
     group = ray_cluster.worker_group(roles, layout=layout, generation=generation_layout(layout, 1), pool=pool)
@@ -73,6 +73,25 @@ def test_generation_with_old_weights_is_a_phase_error(actor: RoleHandle, prompts
     with pytest.raises(PhaseError, match="version 3.*version 2") as told:
         actor.generate_sequences(prompts, version=3, **SAMPLING).get()
     assert_names_the_worker(told.value, "generate_sequences")
+
+
+def test_the_probe_names_the_tensor_that_differs(actor: RoleHandle) -> None:
+    """All but query, key and value is the trainer's memory; those are copies, one of which is damaged after the sync."""
+    shared, copied, needed = actor.shared().first()
+    assert {name.split(".")[-2] for name in copied} == {"qkv_proj"} and len(shared) == 2 + 2 * 5
+    assert needed["weights"] == 2 * 4 * 128 * 256
+    qkv = "model.layers.1.self_attn.qkv_proj.weight"
+    report = actor.enter_generation(version=1).first()
+    assert report["probe_gap"] < 1e-5
+    assert report["bytes_local"] == needed["weights"] and report["bytes_shared"] > report["bytes_local"]
+    assert report["memory_wake_kv"] > 0 and report["memory_generate_predicted"] > report["bytes_local"] / 2**30
+    actor.leave_generation().get()
+    actor.corrupt(qkv).get()
+    assert "probe_gap" not in actor.enter_generation(version=2).first()  # not due: every 2 syncs
+    actor.leave_generation().get()
+    with pytest.raises(WeightsDifferError, match=rf"(?s)version 3: rollout and trainer log-probs.*{qkv} of rank 0 at \[0, 0\]") as told:
+        actor.enter_generation(version=3).get()
+    assert isinstance(told.value, WorkerError) and told.value.verb == "enter_generation"
 
 
 def assert_names_the_worker(error: PhaseError, verb: str) -> None:

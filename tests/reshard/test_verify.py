@@ -1,0 +1,68 @@
+"""Checksums after a sync: silent when all is well, exact when it is not."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from hybridflow.config.layout import Layout
+from hybridflow.models.weight_map import WeightMap
+from hybridflow.reshard.execute import Resharder
+from hybridflow.reshard.grouping import generation_layout
+from hybridflow.reshard.hybrid import hybrid_plan
+from hybridflow.reshard.verify import checksum, differing
+from tests.ranks import RankPool
+from tests.reshard.random_layouts import blank, fill, random_logical
+from tests.reshard.test_execute import tiny_weights
+
+LAYOUT, TP_G = Layout(4, tp=2, pp=2), 1
+NAME = "model.layers.3.mlp.down_proj.weight"
+
+
+def sync_and_damage(weights: WeightMap) -> list[list[str]]:
+    """On a rank: differing() right after a sync, after a wrong bit that came from another rank, after two swapped elements
+    of a local copy, after dirty padding, and after repairing all of it."""
+    rank = dist.get_rank()
+    generation = generation_layout(LAYOUT, TP_G)
+    source = fill(weights.megatron(LAYOUT, rank), random_logical(weights.logical), torch.bfloat16)
+    target = blank(weights.vllm(TP_G, generation.position(rank)[1]), torch.bfloat16)
+    resharder = Resharder(hybrid_plan(weights, LAYOUT, generation, node_of=[0] * 4), rank, source, target, None, 8 << 10)
+    resharder.run()
+    found = [differing(resharder)]
+    if rank == 1:  # of the first stage: layer 3 came from ranks of the second
+        target[NAME].view(torch.int16)[5, 40] ^= 1
+    found.append(differing(resharder))
+    resharder.run()
+    if rank == 3:
+        pair = target[NAME][7, 30:32].clone()
+        target[NAME][7, 30:32] = pair.flip(0)
+    found.append(differing(resharder))
+    resharder.run()
+    if rank == 0:
+        target["model.embed_tokens.weight"][-1, -1] = 1.0
+    found.append(differing(resharder))
+    resharder.run()
+    found.append(differing(resharder))
+    return found
+
+
+def test_every_rank_learns_which_tensor_differs(four: RankPool) -> None:
+    results = four.run(sync_and_damage, tiny_weights("llama", tied=True))
+    assert all(result == results[0] for result in results)
+    clean, bit, swapped, padding, repaired = results[0]
+    assert clean == repaired == []
+    assert len(bit) == 1 and bit[0].startswith(f"{NAME} of rank 1 at [0, 24]") and "of rank 3)" in bit[0]
+    assert len(swapped) == 1 and swapped[0].startswith(f"{NAME} of rank 3")
+    assert len(padding) == 1 and padding[0].startswith("model.embed_tokens.weight of rank 0") and "padding" in padding[0]
+
+
+def test_checksums_see_every_element_and_its_place() -> None:
+    values = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
+    seen = {int(checksum(values, torch.float32))}
+    for i in range(values.numel()):
+        other = values.clone()
+        other.view(-1)[i] = torch.nextafter(other.view(-1)[i], torch.tensor(9.0))
+        seen.add(int(checksum(other, torch.float32)))
+    assert len(seen) == values.numel() + 1
+    assert int(checksum(values.t(), torch.float32)) != int(checksum(values, torch.float32))
+    assert int(checksum(values.t().contiguous(), torch.float32)) == int(checksum(values.t(), torch.float32))
