@@ -98,11 +98,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         for name in arguments.only:
             start = time.perf_counter()
-            rows += check_layout(name, Path(folder))
-            print(f"{name}: {time.perf_counter() - start:.0f} s", flush=True)
-    table = "\n".join([HEADER, *(row.text(bounds[row.model]) for row in rows)])
-    print(table)
+            found = check_layout(name, Path(folder))
+            rows += found
+            print("\n".join([f"{name}: {time.perf_counter() - start:.0f} s", HEADER, *(row.text(bounds[row.model]) for row in found)]),
+                  flush=True)
     if arguments.out:
+        table = "\n".join([HEADER, *(row.text(bounds[row.model]) for row in rows)])
         with arguments.out.open("a") as file:
             file.write(table + "\n")
     return 1 if any(max(row.gaps) > bounds[row.model] for row in rows) else 0

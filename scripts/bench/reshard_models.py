@@ -22,7 +22,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama-405b": _llama(16384, 53248, 126, 128, 8, 128256),
     # DeepSeek-V3: latent attention, 58 layers of 256 routed experts and one shared
     "deepseek-671b": {"model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61,
-                      "num_attention_heads": 128, "num_key_value_heads": 128, "vocab_size": 129280, "rope_parameters": ROPE},
+                      "num_attention_heads": 128, "num_key_value_heads": 128, "vocab_size": 129280, "rope_parameters": ROPE,
+                      "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
 }
 
 
