@@ -7,6 +7,11 @@ model cut the ranks of a pipeline stage anew, into etp x ep x (expert data paral
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hybridflow.config.schema import ParallelConfig
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,11 @@ class Layout:
         if stage % experts:
             raise ValueError(f"the {stage} ranks of a pipeline stage are no multiple of etp {self.etp} x ep {self.ep} = {experts}")
 
+    @staticmethod
+    def of(parallel: ParallelConfig, world: int) -> Layout:
+        """The layout of a role's `parallel` settings on `world` ranks. Raises ValueError when they do not divide."""
+        return Layout(world, tp=parallel.tp, pp=parallel.pp, cp=parallel.cp, ep=parallel.ep, etp=parallel.etp, vpp=parallel.vpp)
+
     @property
     def dp(self) -> int:
         return self.world // (self.tp * self.pp * self.cp)
@@ -61,11 +71,31 @@ class Layout:
 
 
 def stage_layers(layers: int, pp: int, vpp: int = 1) -> list[list[list[int]]]:
-    """Global layer numbers (from 0) of stage p, virtual chunk v: result[p][v]. Layers must divide pp * vpp."""
-    if layers % (pp * vpp):
-        raise ValueError(f"{layers} layers do not divide into pp {pp} x vpp {vpp} chunks")
-    size = layers // (pp * vpp)
-    return [[list(range((v * pp + p) * size, (v * pp + p + 1) * size)) for v in range(vpp)] for p in range(pp)]
+    """Global layer numbers (from 0) of stage p, virtual chunk v: result[p][v].
+
+    Layers that pp does not divide: with r left over, the r stages before the last hold one more than the others. The last
+    stage, which has the output layer, is never one of them, and the first, which has the embedding, only when r = pp - 1.
+    Raises ValueError where `stage_problem` has one.
+    """
+    problem = stage_problem(layers, pp, vpp)
+    if problem:
+        raise ValueError(problem)
+    size, left = divmod(layers, pp * vpp)
+    sizes = [size + (pp - 1 - left <= chunk < pp - 1) for chunk in range(pp * vpp)]
+    ends = list(accumulate(sizes))
+    return [[list(range(ends[c] - sizes[c], ends[c])) for c in range(p, pp * vpp, pp)] for p in range(pp)]
+
+
+def stage_problem(layers: int, pp: int, vpp: int) -> str | None:
+    """Why `layers` cannot be laid on pp stages of vpp chunks, with the nearest that works; None when they can."""
+    if vpp > 1 and pp == 1:
+        return f"vpp={vpp} needs pp of 2 or more: virtual chunks shorten the bubble of a pipeline"
+    if layers < pp:
+        return f"pp={pp} stages for {layers} layers: each needs one; nearest that works: pp={layers}"
+    if vpp > 1 and layers % (pp * vpp):
+        near = min((v for v in range(1, layers // pp + 1) if v == 1 or layers % (pp * v) == 0), key=lambda v: (abs(v - vpp), v))
+        return f"{layers} layers do not divide into pp={pp} x vpp={vpp} = {pp * vpp} chunks; nearest that works with pp={pp}: vpp={near}"
+    return None
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,10 @@
 
 Half precision on a GPU runs torch's variable-length flash kernel on the packed tokens. Everything else (CPU, float32)
 runs torch's scaled dot product on sequences of similar length padded on the right: with a causal mask a real query never
-sees padding, so no mask is needed. Which tokens go where is computed once per micro-batch, not per layer.
+sees padding, so no mask is needed. Which tokens go where is computed once per micro-batch, not per layer. Under context
+parallelism (context.py) queries are this rank's chunks, and keys those of their sequences up to the end of the chunk.
 
-Legend: T packed tokens, S sequences, A query heads, G key-value heads, D head size.
+Legend: T packed tokens of this rank, S sequences (or chunks of them), A query heads, G key-value heads, D head size.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ import torch
 import torch.nn.functional as F
 
 from hybridflow.engine import compat  # noqa: F401  (before megatron)
+from hybridflow.engine.context import Context, segments
 
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -27,9 +30,14 @@ PADDING_SHARE = 1.25  # padded / real tokens allowed in one call of scaled dot p
 
 @dataclass(frozen=True)
 class PaddedGroup:
-    """Sequences computed in one call: gather_SL [s, l] int64 packed place of each padded token (padding repeats the first)."""
+    """Sequences computed in one call: gather_SL [s, l] int64 packed place of each padded token (padding repeats the first).
+
+    Under context parallelism keys_SL [s, k] are the places of their keys, and mask_LK [l, k] says which a query sees.
+    """
 
     gather_SL: torch.Tensor
+    keys_SL: torch.Tensor | None = None
+    mask_LK: torch.Tensor | None = None
 
 
 @dataclass
@@ -38,19 +46,27 @@ class Packing(PackedSeqParams):
 
     qkv_format is not "thd" on purpose: Megatron's own thd path copies sequence lengths to the host in every layer, and slices
     the rotary table sequence by sequence. Here tokens stay [T, 1, ...] and rotary angles are given per token.
-    cu_seqlens_q: [S + 1] int32. order_T: [T] int64, where each packed token lies in the concatenated output of `groups`.
+    cu_seqlens_q, cu_seqlens_kv: [S + 1] int32. order_T: [T] int64, where each packed token lies in the concatenated output of `groups`.
+    keys_K: [K] int64, under context parallelism the places of the keys to attend to among those of all ranks of `context`.
     """
 
     groups: tuple[PaddedGroup, ...] = ()
     order_T: torch.Tensor | None = None
+    context: Context | None = None
+    keys_K: torch.Tensor | None = None
 
 
 def flash_usable(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
 
 
-def packing_of(lengths: Sequence[int], device: torch.device, dtype: torch.dtype) -> Packing:
-    """The packing of sequences of these lengths, its tensors on `device`; `dtype` is that of the activations."""
+def packing_of(lengths: Sequence[int], device: torch.device, dtype: torch.dtype, context: Context | None = None) -> Packing:
+    """The packing of sequences of these lengths, its tensors on `device`; `dtype` is that of the activations.
+
+    With a `context` of several ranks the sequences are cut over them; lengths are whole, and multiples of its `align`.
+    """
+    if context is not None and context.size > 1:
+        return _context_packing(lengths, device, dtype, context)
     starts = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
     longest = max(lengths)
     packing = Packing(qkv_format="packed", max_seqlen_q=longest, max_seqlen_kv=longest)
@@ -73,6 +89,33 @@ def packing_of(lengths: Sequence[int], device: torch.device, dtype: torch.dtype)
     return packing
 
 
+def _context_packing(lengths: Sequence[int], device: torch.device, dtype: torch.dtype, context: Context) -> Packing:
+    found = segments(lengths, context)
+
+    def ends(sizes: Sequence[int]) -> torch.Tensor:
+        return torch.tensor([0, *sizes], dtype=torch.int64).cumsum(0)
+
+    starts, key_starts = ends(found.query_lengths), ends(found.key_lengths)
+    packing = Packing(qkv_format="packed", max_seqlen_q=max(found.query_lengths), max_seqlen_kv=max(found.key_lengths))
+    packing.cu_seqlens_q = starts.to(torch.int32).to(device, non_blocking=True)
+    packing.cu_seqlens_kv = key_starts.to(torch.int32).to(device, non_blocking=True)
+    packing.context, packing.keys_K = context, found.keys_K.to(device, non_blocking=True)
+    if flash_usable(device, dtype):
+        return packing
+    alike: dict[tuple[int, int], list[int]] = {}
+    for i, sizes in enumerate(zip(found.query_lengths, found.key_lengths)):
+        alike.setdefault(sizes, []).append(i)
+    groups = []
+    for (queries, keys), members in alike.items():
+        gather = starts[members][:, None] + torch.arange(queries)
+        key_gather = key_starts[members][:, None] + torch.arange(keys)
+        mask = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+        groups.append(PaddedGroup(*(x.to(device, non_blocking=True) for x in (gather, key_gather, mask))))
+    packing.groups = tuple(groups)
+    packing.order_T = torch.cat([group.gather_SL.flatten() for group in groups]).argsort()
+    return packing
+
+
 def _similar(lengths: Sequence[int]) -> list[list[int]]:
     """Sequence numbers in groups, longest first, such that padding to the longest of a group wastes little."""
     groups: list[list[int]] = []
@@ -90,21 +133,31 @@ def _similar(lengths: Sequence[int]) -> list[list[int]]:
 
 def attend(query_TAD: torch.Tensor, key_TGD: torch.Tensor, value_TGD: torch.Tensor, packing: Packing, scale: float | None) -> torch.Tensor:
     """Causal attention inside each packed sequence, [T, A, D]; `scale` None means D ** -0.5."""
-    if flash_usable(query_TAD.device, query_TAD.dtype):
-        cu, longest = packing.cu_seqlens_q, packing.max_seqlen_q
-        return torch.ops.aten._flash_attention_forward(
-            query_TAD, key_TGD, value_TGD, cu, cu, longest, longest, 0.0, True, False, scale=scale
-        )[0]
+    if packing.context is not None:
+        key_TGD, value_TGD = _keys_and_values(key_TGD, value_TGD, packing)
+    if flash_usable(query_TAD.device, query_TAD.dtype):  # causal attention of the kernel is aligned to the end of the keys, too
+        ends, longest = (packing.cu_seqlens_q, packing.cu_seqlens_kv), (packing.max_seqlen_q, packing.max_seqlen_kv)
+        return torch.ops.aten._flash_attention_forward(query_TAD, key_TGD, value_TGD, *ends, *longest, 0.0, True, False, scale=scale)[0]
     return _attend_padded(query_TAD, key_TGD, value_TGD, packing, scale)
+
+
+def _keys_and_values(key: torch.Tensor, value: torch.Tensor, packing: Packing) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of all ranks of the context, those of each segment side by side; gradients are added on their rank."""
+    both = torch.cat((key, value), dim=-1)
+    both = gather_from_sequence_parallel_region(both, group=packing.context.group).index_select(0, packing.keys_K)
+    return both[..., : key.shape[-1]], both[..., key.shape[-1] :]
 
 
 def _attend_padded(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packing: Packing, scale: float | None) -> torch.Tensor:
     parts = []
     for group in packing.groups:
-        q, k, v = (x[group.gather_SL].transpose(1, 2) for x in (query, key, value))
+        keys_SL = group.gather_SL if group.keys_SL is None else group.keys_SL
+        q = query[group.gather_SL].transpose(1, 2)
+        k, v = (x[keys_SL].transpose(1, 2) for x in (key, value))
         if q.is_cuda and k.shape[1] != q.shape[1]:  # with grouped heads float32 would fall to the kernel that stores all scores
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+        causal = group.mask_LK is None
+        out = F.scaled_dot_product_attention(q, k, v, group.mask_LK, is_causal=causal, scale=scale, enable_gqa=True)
         parts.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(parts)[packing.order_T]
 

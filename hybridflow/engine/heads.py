@@ -1,6 +1,7 @@
 """What the last pipeline stage makes of hidden states: log-probs and entropy, or the numbers of a scalar head.
 
-Legend: T packed tokens of this rank, N response tokens and R rows of the micro-batch, V vocabulary shard, H hidden.
+Legend: T packed tokens of this rank, N response tokens and R rows of the micro-batch, P and Q those of them that this rank
+computes, V vocabulary shard, H hidden. Under context parallelism the parts are put together, so that a loss function sees whole rows.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from hybridflow.engine import compat  # noqa: F401  (before megatron)
+from hybridflow.engine.context import Context
 from hybridflow.engine.micro_batch import MicroBatch
 from hybridflow.engine.vocab_parallel import VocabShard, log_prob_and_entropy
 
@@ -50,17 +53,20 @@ class LanguageHead:
     entropy: bool
     sequence_parallel: bool
     group: Any
+    context: Context
     whole: bool = False
 
     def __call__(self, hidden: torch.Tensor, weight: torch.Tensor, micro: MicroBatch) -> Outputs:
         if self.sequence_parallel:
-            hidden_NH = gather_from_sequence_parallel_region(hidden, group=self.group).squeeze(1).index_select(0, micro.predict_N)
+            hidden_PH = gather_from_sequence_parallel_region(hidden, group=self.group).squeeze(1).index_select(0, micro.predict_P)
         else:
-            hidden_NH = copy_to_tensor_model_parallel_region(hidden.squeeze(1).index_select(0, micro.predict_N), group=self.group)
-        log_prob, entropy = log_prob_and_entropy(
-            hidden_NH, weight, micro.target_N, self.shard, temperature=self.temperature, entropy=self.entropy
+            hidden_PH = copy_to_tensor_model_parallel_region(hidden.squeeze(1).index_select(0, micro.predict_P), group=self.group)
+        found = log_prob_and_entropy(
+            hidden_PH, weight, micro.target_P, self.shard, temperature=self.temperature, entropy=self.entropy
         )
-        return Outputs(log_prob_N=log_prob, entropy_N=entropy)
+        tokens = micro.source_N.shape[0]
+        log_prob_N, entropy_N = (x if x is None else _together(x, micro.token_P, tokens, self.context) for x in found)
+        return Outputs(log_prob_N=log_prob_N, entropy_N=entropy_N)
 
 
 @dataclass(frozen=True)
@@ -73,13 +79,37 @@ class ScalarHead:
 
     sequence_parallel: bool
     group: Any
+    context: Context
     whole: bool = True
 
     def __call__(self, hidden: torch.Tensor, weight: torch.Tensor, micro: MicroBatch) -> Outputs:
         output_T = _Dot.apply(hidden.squeeze(1), weight)
         if self.sequence_parallel:  # what follows is the same on every rank: its gradient is cut, not added
             output_T = gather_from_sequence_parallel_region(output_T, tensor_parallel_output_grad=False, group=self.group)
-        return Outputs(value_N=output_T.index_select(0, micro.predict_N), score_R=output_T.index_select(0, micro.last_R))
+        value_P, score_Q = output_T.index_select(0, micro.predict_P), output_T.index_select(0, micro.last_Q)
+        value_N = _together(value_P, micro.token_P, micro.source_N.shape[0], self.context)
+        return Outputs(value_N=value_N, score_R=_together(score_Q, micro.row_Q, micro.rows, self.context))
+
+
+def _together(part_P: torch.Tensor, place_P: torch.Tensor | None, count: int, context: Context) -> torch.Tensor:
+    """[count] numbers of the whole micro-batch, the same on every rank of the context; place_P None: this rank has them all."""
+    if place_P is None:
+        return part_P
+    return _SumOfParts.apply(part_P.new_zeros(count).index_copy(0, place_P, part_P), context.group)
+
+
+class _SumOfParts(torch.autograd.Function):
+    """Sum over a group whose ranks go on to compute the same loss: the gradient is the same everywhere, and is not added."""
+
+    @staticmethod
+    def forward(ctx, x, group):  # noqa: ANN001, ANN205
+        x = x.clone()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):  # noqa: ANN001, ANN205
+        return grad, None
 
 
 class _Dot(torch.autograd.Function):

@@ -13,11 +13,12 @@ from hybridflow.config.schema import OptimizerConfig
 from hybridflow.data.batch import Batch, Ragged
 from hybridflow.data.units import units_in
 from hybridflow.engine import compat  # noqa: F401  (before megatron)
+from hybridflow.engine.context import Context
 from hybridflow.engine.device import Device
 from hybridflow.engine.heads import Head, LanguageHead, ScalarHead
 from hybridflow.engine.loss_types import TokenLoss
 from hybridflow.engine.metrics import merge
-from hybridflow.engine.micro_batch import MicroBatch, micro_batch
+from hybridflow.engine.micro_batch import MicroBatch, Packer
 from hybridflow.engine.model import build_chunks, named_parameters, transformer_config
 from hybridflow.engine.optimizer import Optimizer, wrap_chunks
 from hybridflow.engine.packing import assign, costs, least_count
@@ -69,6 +70,8 @@ class MegatronEngine:
         model_parallel_cuda_manual_seed(seed, force_reset_rng=True)  # layers look for its RNG states when they are built
         self.chunks: list[torch.nn.Module] = list(build_chunks(settings, self.config, self.parallel, device, head))
         self.vocab = VocabShard.of(self.weights.vocab, padded_vocab(self.weights.vocab, layout.tp), self.parallel.groups.tp)
+        context = Context(layout.cp, self.parallel.at.cp, self.parallel.groups.cp)
+        self.packer = Packer(context, layout.tp if self.config.sequence_parallel else 1, device.torch_device, dtype)
         self.optimizer: Optimizer | None = None
         if optimizer is None:
             for chunk in self.chunks:
@@ -216,15 +219,10 @@ class MegatronEngine:
         dist.all_reduce(count, op=dist.ReduceOp.MAX, group=self.parallel.groups.dp_cp)
         multiple = self.layout.pp if self.layout.vpp > 1 else 1  # the interleaved schedule takes whole rounds of stages
         total = math.ceil(int(count) / multiple) * multiple
-        pad = self.layout.tp if self.config.sequence_parallel else 1
-        where = {"device": self.device.torch_device, "dtype": self.dtype}
-        return [
-            micro_batch(batch, rows, multiple=pad, whole=head.whole, columns=columns, **where)
-            for rows in assign(lengths, token_budget, total, units)
-        ]
+        return [self.packer(batch, rows, whole=head.whole, columns=columns) for rows in assign(lengths, token_budget, total, units)]
 
     def _head(self, temperature: float | None = None, entropy: bool = False) -> Head:
-        parallel = self.config.sequence_parallel, self.parallel.groups.tp
+        parallel = self.config.sequence_parallel, self.parallel.groups.tp, self.packer.context
         if self.weights.head == "scalar":
             if temperature is not None or entropy:
                 raise ValueError(f"temperature={temperature}, entropy={entropy}: a scalar head has neither; leave them out")

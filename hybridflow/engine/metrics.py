@@ -17,12 +17,13 @@ def merge(results: list[MicroLoss | None], parallel: Parallel) -> dict[str, floa
     """`loss` and the loss function's metrics. `results`: of this rank's micro-batches on the last stage, [] elsewhere.
 
     Names travel with the values, because a rank without response tokens never called the loss function. Data-parallel ranks
-    are added in rank order, in float64: the sum does not depend on who computes it.
+    are added in rank order, in float64: the sum does not depend on who computes it. Ranks of a context compute the same loss:
+    one of them counts.
     """
     merged: list[dict[str, float] | None] = [None]
     if parallel.last_stage:
-        gathered: list[Totals | None] = [None] * parallel.groups.dp_cp.size()
-        dist.all_gather_object(gathered, _totals(results), group=parallel.groups.dp_cp)
+        gathered: list[Totals | None] = [None] * parallel.groups.dp.size()
+        dist.all_gather_object(gathered, _totals(results), group=parallel.groups.dp)
         merged = [_reduce([totals for totals in gathered if totals is not None])]
     pipeline = parallel.groups.pp
     if pipeline.size() > 1:

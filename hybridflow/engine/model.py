@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from hybridflow.config.layout import Layout, stage_layers
 from hybridflow.engine import compat  # noqa: F401  (before megatron)
 from hybridflow.engine.attention import PackedAttention, Packing
 from hybridflow.engine.device import Device
@@ -108,20 +109,15 @@ def transformer_config(
         raise ConfigError(f"actor.recompute={recompute!r} is none of {', '.join(RECOMPUTE)}")
     if dtype not in (torch.float32, torch.bfloat16):
         raise ConfigError(f"model.dtype {dtype} is not supported by the Megatron engine; use bfloat16 or float32")
-    if layout.cp > 1:
-        raise ConfigError(f"parallel.cp={layout.cp}: the Megatron engine has no context parallelism yet; set it to 1")
     if settings.experts is not None and layout.tp > 1 and not sequence_parallel:
         raise ConfigError(
             f"parallel.tp={layout.tp} with experts needs parallel.sequence_parallel=true: otherwise every tensor-parallel rank "
             "would send the same tokens to the experts"
         )
-    virtual: dict[str, Any] = {}
-    if layout.vpp > 1:
-        virtual = {"virtual_pipeline_model_parallel_size": layout.vpp, "overlap_p2p_comm": True, "batch_p2p_comm": False}
     return TransformerConfig(
         **settings.transformer,
         **RECOMPUTE[recompute],
-        **virtual,
+        **_stages(settings.transformer["num_layers"], layout),
         activation_func=F.silu,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -148,6 +144,20 @@ def transformer_config(
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
     )
+
+
+def _stages(layers: int, layout: Layout) -> dict[str, Any]:
+    """The pipeline's stages as the weight map has them (stage_layers), in Megatron's terms."""
+    if layout.pp == 1:
+        return {}
+    stages = stage_layers(layers, layout.pp, layout.vpp)
+    chunks = [["decoder"] * len(stages[p][v]) for v in range(layout.vpp) for p in range(layout.pp)]
+    chunks[0].insert(0, "embedding")
+    chunks[-1].append("loss")
+    arguments: dict[str, Any] = {"pipeline_model_parallel_layout": chunks}
+    if layout.vpp > 1:
+        arguments |= {"virtual_pipeline_model_parallel_size": layout.vpp, "overlap_p2p_comm": True, "batch_p2p_comm": False}
+    return arguments
 
 
 def block_spec(config: TransformerConfig, settings: MegatronSettings, chunk: int | None) -> TransformerBlockSubmodules:

@@ -74,8 +74,9 @@ def assign(lengths: Sequence[int], budget: int, count: int, units: Sequence[int]
     return [[row for unit in members for row in groups[unit] if lengths[row]] for members in ordered]
 
 
-def pack(batch: Batch, rows: Sequence[int], multiple: int = 1, whole: bool = False) -> PackedRows:
-    """Lay rows end to end; the total is padded to a multiple of `multiple` (and to at least that) by a masked sequence."""
+def pack(batch: Batch, rows: Sequence[int], multiple: int = 1, whole: bool = False, align: int = 1) -> PackedRows:
+    """Lay rows end to end, each padded at its end to a multiple of `align`; the total is padded to a multiple of `multiple` (itself
+    one of `align`), and to at least that, by a masked sequence. Causal attention never sees the padding of a row."""
     unread = 0 if whole else 1  # tokens at the end of a row that are not read
     prompts, responses = batch["prompt_ids"], batch["response_ids"]
     starts_p, starts_r = prompts.offsets().tolist(), responses.offsets().tolist()
@@ -83,12 +84,15 @@ def pack(batch: Batch, rows: Sequence[int], multiple: int = 1, whole: bool = Fal
     total = 0
     for index, row in enumerate(rows):
         first, last = starts_r[row], starts_r[row + 1]
+        prompt = starts_p[row + 1] - starts_p[row]
+        read = prompt + last - first - unread
+        length = round_up(read, align)
         tokens += [prompts.values[starts_p[row] : starts_p[row + 1]], responses.values[first : last - unread]]
-        length = starts_p[row + 1] - starts_p[row] + last - first - unread
+        tokens.append(torch.zeros(length - read, dtype=torch.int64))
         positions.append(torch.arange(length))
+        ends.append(total + read - 1)
+        predict.append(torch.arange(last - first) + (total + prompt - 1))
         total += length
-        ends.append(total - 1)
-        predict.append(torch.arange(last - first) + (total + unread - 1 - (last - first)))
         target.append(responses.values[first:last])
         source.append(torch.arange(first, last))
         row_ids.append(torch.full((last - first,), index))
@@ -127,6 +131,10 @@ def token_columns(batch: Batch, packed: PackedRows) -> dict[str, torch.Tensor]:
         if isinstance(column, Ragged) and name not in ("prompt_ids", "response_ids") and torch.equal(column.lengths, lengths):
             columns[name] = column.values[packed.source_N]
     return columns
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
 
 
 def _join(parts: list[torch.Tensor]) -> torch.Tensor:

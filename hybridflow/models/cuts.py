@@ -65,6 +65,17 @@ def stack_rows(ranges: Iterable[tuple[str, int, int]], trailing: Shape, rows: in
     return (offset if rows is None else rows, *trailing), tuple(pieces)
 
 
+def _window(ranges: Iterable[tuple[str, int, int]], start: int, stop: int) -> list[tuple[str, int, int]]:
+    """The part of stacked row ranges between two heights."""
+    found, height = [], 0
+    for tensor, first, count in ranges:
+        low, high = max(start, height), min(stop, height + count)
+        if low < high:
+            found.append((tensor, first + low - height, high - low))
+        height += count
+    return found
+
+
 def _indivisible(what: str, value: int, tp: int) -> list[str]:
     return [f"{value} {what} do not divide by tensor parallel {tp}"] if value % tp else []
 
@@ -211,7 +222,8 @@ class Vocabulary:
 class FusedQKV:
     """Query, key and value rows in one parameter; sources are (q, k, v).
 
-    Megatron interleaves by query group: [its query heads, its key head, its value head] for each key-value head of the rank.
+    Megatron interleaves by query group, [its query heads, its key head, its value head] for each key-value head, and cuts the rows
+    evenly: with fewer key-value heads than ranks inside a group (it then gathers the output, and each rank takes its heads).
     vLLM lays down [queries; keys; values] of the rank and repeats a key-value head over ranks when there are fewer heads than ranks.
     """
 
@@ -221,17 +233,22 @@ class FusedQKV:
     head_dim: int
     trailing: Shape
 
+    @property
+    def _rows(self) -> int:
+        return (self.heads + 2 * self.groups) * self.head_dim
+
     def logical(self) -> tuple[Shape, ...]:
         rows = (self.heads * self.head_dim, self.groups * self.head_dim, self.groups * self.head_dim)
         return tuple((n, *self.trailing) for n in rows)
 
     def megatron(self, sources: tuple[str, ...], tp: int, rank: int) -> Shard:
         q, k, v = sources
-        d, mine, queries = self.head_dim, self.groups // tp, self.heads // self.groups * self.head_dim
-        ranges: list[tuple[str, int, int]] = []
-        for group in range(rank * mine, (rank + 1) * mine):
-            ranges += [(q, group * queries, queries), (k, group * d, d), (v, group * d, d)]
-        return stack_rows(ranges, self.trailing)
+        d, queries = self.head_dim, self.heads // self.groups * self.head_dim
+        whole: list[tuple[str, int, int]] = []
+        for group in range(self.groups):
+            whole += [(q, group * queries, queries), (k, group * d, d), (v, group * d, d)]
+        height = self._rows // tp
+        return stack_rows(_window(whole, rank * height, (rank + 1) * height), self.trailing)
 
     def vllm(self, sources: tuple[str, ...], tp: int, rank: int) -> Shard:
         q, k, v = sources
@@ -243,10 +260,10 @@ class FusedQKV:
 
     def refusals(self, tp: int, engine: str) -> list[str]:
         problems = _indivisible("attention heads", self.heads, tp)
-        if engine == "megatron":
-            return problems + _indivisible("key-value heads", self.groups, tp)
         if self.groups % tp and tp % self.groups:
             problems.append(f"{self.groups} key-value heads neither divide by nor into tensor parallel {tp}")
+        if engine == "megatron":
+            problems += _indivisible("query, key and value rows", self._rows, tp)
         return problems
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from hybridflow.config.layout import Coordinates, Layout, stage_layers
+from hybridflow.config.layout import Coordinates, Layout, stage_layers, stage_problem
 from hybridflow.config.ranges import divisors, nearest_values
 from hybridflow.errors import ModelError
 from hybridflow.models.cuts import Entry, Shape, padded_vocab
@@ -146,13 +146,9 @@ class WeightMap:
 
     def _refuse(self, layout: Layout) -> None:
         problems = self.tensor_parallel_problems(layout.tp, "megatron")
-        layers, chunks = len(self._layers), layout.pp * layout.vpp
-        if layers % chunks:
-            nearest = min((c for c in range(1, layers + 1) if layers % c == 0), key=lambda c: (abs(c - chunks), c))
-            asked = f"pp {layout.pp} x vpp {layout.vpp} = {chunks} chunks"
-            problems.append(f"{layers} layers do not divide into {asked}; the nearest number of chunks that works is {nearest}")
-        if layout.vpp > 1 and layout.pp == 1:
-            problems.append(f"vpp {layout.vpp} needs pp > 1")
+        stages = stage_problem(len(self._layers), layout.pp, layout.vpp)
+        if stages:
+            problems.append(stages)
         problems += self._expert_problems(layout.ep, layout.etp, "set ep and etp to 1")
         self._raise(problems)
 
