@@ -8,10 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from hybridflow.config.schema import ParallelConfig
 
 
 @dataclass(frozen=True)
@@ -45,11 +41,6 @@ class Layout:
         stage, experts = self.world // self.pp, self.etp * self.ep
         if stage % experts:
             raise ValueError(f"the {stage} ranks of a pipeline stage are no multiple of etp {self.etp} x ep {self.ep} = {experts}")
-
-    @staticmethod
-    def of(parallel: ParallelConfig, world: int) -> Layout:
-        """The layout of a role's `parallel` settings on `world` ranks. Raises ValueError when they do not divide."""
-        return Layout(world, tp=parallel.tp, pp=parallel.pp, cp=parallel.cp, ep=parallel.ep, etp=parallel.etp, vpp=parallel.vpp)
 
     @property
     def dp(self) -> int:

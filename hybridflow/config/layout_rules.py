@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 from hybridflow.config.expert_rules import expert_problems, generation_expert_problems
+from hybridflow.config.layout import stage_problem
 from hybridflow.config.model_facts import ModelFacts
 from hybridflow.config.ranges import divisors, nearest_values
 from hybridflow.config.schema import Config, ParallelConfig
 
 VLLM_VOCABULARY_MULTIPLE = 64  # vLLM pads the vocabulary to it, then cuts it over the ranks
-_LATER = {"cp": "context parallel", "vpp": "virtual pipeline stages"}
 
 
 def training_layout_problems(section: str, parallel: ParallelConfig, world: int, facts: ModelFacts | None) -> list[str]:
     """tp, pp and the rest of `<section>.parallel` against the role's ranks and model."""
     prefix, problems = f"{section}.parallel", []
-    for name, meaning in _LATER.items():
-        value = getattr(parallel, name)
-        if value > 1:
-            problems.append(f"{prefix}.{name}={value}: {meaning} is not available in this version; the value must be 1.")
     if parallel.sequence_parallel and parallel.tp == 1:
         problems.append(f"{prefix}.sequence_parallel=true with {prefix}.tp=1: there is nothing to shard; "
                         "set it to false, or tp to 2 or more.")
-    if world % (parallel.tp * parallel.pp):
+    if world % model_ranks(parallel):
         problems.append(_world_problem(prefix, parallel, world, facts))
     if facts is not None:
-        problems += _tensor_parallel(prefix, parallel, world, facts) + _pipeline(prefix, parallel, world, facts)
-    return problems + expert_problems(prefix, parallel, world, facts)
+        problems += _tensor_parallel(prefix, parallel, world, facts)
+    return problems + _pipeline(prefix, parallel, facts) + expert_problems(prefix, parallel, world, facts)
+
+
+def model_ranks(parallel: ParallelConfig) -> int:
+    """Ranks that hold one copy of the model and of its activations."""
+    return parallel.tp * parallel.pp * parallel.cp
 
 
 def vocabulary_problems(section: str, facts: ModelFacts, actor: ModelFacts) -> list[str]:
@@ -37,23 +38,34 @@ def vocabulary_problems(section: str, facts: ModelFacts, actor: ModelFacts) -> l
 
 
 def _world_problem(prefix: str, parallel: ParallelConfig, world: int, facts: ModelFacts | None) -> str:
-    works = ", ".join(f"tp={tp} pp={pp}" for tp, pp in _layouts_near(parallel, world, facts))
-    product = f"{prefix}.tp={parallel.tp} x pp={parallel.pp} = {parallel.tp * parallel.pp}"
-    return f"{product}: does not divide the {world} ranks; nearest that work: {works}; or change the number of ranks."
+    def named(tp: int, pp: int, cp: int) -> str:
+        return f"tp={tp} pp={pp}" + (f" cp={cp}" if parallel.cp > 1 else "")
+
+    works = ", ".join(named(*sizes) for sizes in _layouts_near(parallel, world, facts))
+    product = " x ".join(named(parallel.tp, parallel.pp, parallel.cp).split())
+    return (f"{prefix}.{product} = {model_ranks(parallel)}: does not divide the {world} ranks; nearest that work: {works}; or change the "
+            "number of ranks.")
 
 
-def _layouts_near(parallel: ParallelConfig, world: int, facts: ModelFacts | None) -> list[tuple[int, int]]:
-    """Up to two layouts that work, fewest changes first."""
+def _layouts_near(parallel: ParallelConfig, world: int, facts: ModelFacts | None) -> list[tuple[int, int, int]]:
+    """Up to two (tp, pp, cp) that work, fewest changes first."""
+    asked = (parallel.tp, parallel.pp, parallel.cp)
     everything = [
-        (tp, pp) for pp in divisors(world) for tp in divisors(world // pp)
-        if facts is None or (not _indivisible(facts, tp) and facts.layers % pp == 0)
-    ]
-    everything.sort(key=lambda it: (abs(it[0] - parallel.tp) + abs(it[1] - parallel.pp), it))
+        (tp, pp, cp)
+        for cp in (divisors(world) if parallel.cp > 1 else [1])
+        for pp in divisors(world // cp) if facts is None or stage_problem(facts.layers, pp, parallel.vpp) is None
+        for tp in divisors(world // cp // pp) if facts is None or not _indivisible(facts, tp)
+    ]  # fmt: skip
+    everything.sort(key=lambda it: (sum(abs(a - b) for a, b in zip(it, asked)), it))
     return everything[:2]
 
 
 def _indivisible(facts: ModelFacts, tp: int) -> list[str]:
-    sizes = {"attention heads": facts.heads, "key-value heads": facts.kv_heads}
+    sizes = {"attention heads": facts.heads}
+    if facts.kv_heads % tp:  # ranks may share a head: Megatron then cuts the rows of its group
+        sizes["query, key and value rows"] = (facts.heads + 2 * facts.kv_heads) * facts.head_dim
+    if facts.kv_heads % tp and tp % facts.kv_heads:
+        sizes["key-value heads"] = facts.kv_heads
     if facts.dense_layers:
         sizes["feed-forward rows"] = facts.ffn
     if facts.experts is not None and facts.experts.shared_ffn:
@@ -65,18 +77,21 @@ def _tensor_parallel(prefix: str, parallel: ParallelConfig, world: int, facts: M
     wrong = _indivisible(facts, parallel.tp)
     if not wrong:
         return []
-    valid = [tp for tp in divisors(facts.kv_heads) if not _indivisible(facts, tp) and world % (tp * parallel.pp) == 0]
+    rest = parallel.pp * parallel.cp
+    valid = [tp for tp in divisors(facts.heads) if not _indivisible(facts, tp) and world % (tp * rest) == 0]
     near = nearest_values(parallel.tp, valid)
     near = near if near != "none" else f"1 (with another {prefix}.pp)"
     return [f"{prefix}.tp={parallel.tp}: does not divide {', '.join(wrong)} of {facts.path}; nearest that works: {near}."]
 
 
-def _pipeline(prefix: str, parallel: ParallelConfig, world: int, facts: ModelFacts) -> list[str]:
-    if facts.layers % parallel.pp == 0:
+def _pipeline(prefix: str, parallel: ParallelConfig, facts: ModelFacts | None) -> list[str]:
+    chunks = parallel.pp * parallel.vpp
+    problem = stage_problem(chunks if facts is None else facts.layers, parallel.pp, parallel.vpp)
+    if problem is None:
         return []
-    valid = [pp for pp in divisors(facts.layers) if world % (parallel.tp * pp) == 0] or divisors(facts.layers)
-    near = nearest_values(parallel.pp, valid)
-    return [f"{prefix}.pp={parallel.pp}: does not divide the {facts.layers} layers of {facts.path}; nearest that works: {near}."]
+    name = "vpp" if parallel.vpp > 1 else "pp"
+    where = "" if facts is None else f" ({facts.path})"
+    return [f"{prefix}.{name}={getattr(parallel, name)}: {problem}{where}."]
 
 
 def _generation_problems(tp: int, training_tp: int, world: int, facts: ModelFacts | None) -> list[str]:

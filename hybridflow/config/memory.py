@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hybridflow.config.batch_rules import BYTES, GIB
+from hybridflow.config.layout import stage_layers
 from hybridflow.config.layout_rules import VLLM_VOCABULARY_MULTIPLE
 from hybridflow.config.model_facts import ModelFacts
 from hybridflow.config.placement import ranks_of
@@ -40,12 +41,13 @@ def _padded(facts: ModelFacts, tp: int) -> int:
 
 
 def training_parameters(facts: ModelFacts, tp: int, pp: int, ep: int = 1, etp: int = 1) -> int:
-    """Parameters of the rank that holds most: the first or the last pipeline stage."""
-    layers = facts.layers // pp * facts.layer_parameters(tp, ep=ep, etp=etp)
+    """Parameters of the rank that holds most."""
+    layer = facts.layer_parameters(tp, ep=ep, etp=etp)
     vocabulary = _padded(facts, tp) // tp * facts.hidden
-    if pp == 1:
-        return layers + facts.hidden + vocabulary * (1 if facts.tied else 2)
-    return layers + facts.hidden + vocabulary  # the last stage: output layer (a copy of a tied embedding) and final norm
+    stages = [len(stage[0]) * layer for stage in stage_layers(facts.layers, pp)]
+    stages[0] += vocabulary
+    stages[-1] += facts.hidden + (0 if facts.tied and pp == 1 else vocabulary)  # the output layer may be a copy of the embedding
+    return max(stages)
 
 
 def generation_parameters(facts: ModelFacts, tp: int, ep: int = 1) -> int:
@@ -76,7 +78,7 @@ def activation_bytes(settings: ActorConfig | PlacedConfig, facts: ModelFacts) ->
     per_token = 4 * facts.hidden // (parallel.tp if parallel.sequence_parallel else 1) + cut // parallel.tp
     if settings.recompute == "full":
         per_token = facts.hidden  # the input of each layer; the inside of one layer is small beside it
-    return tokens * facts.layers * per_token * BYTES[settings.model.dtype]  # layers / pp, pp micro-batches in flight
+    return tokens // parallel.cp * facts.layers * per_token * BYTES[settings.model.dtype]  # layers / pp, pp micro-batches in flight
 
 
 def phases(config: Config, world: int, facts: ModelFacts, others: Mapping[str, ModelFacts] | None = None) -> list[Phase]:

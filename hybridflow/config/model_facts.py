@@ -99,7 +99,7 @@ class ModelFacts:
         if self.latent is not None:
             return self.latent.parameters(self.hidden, self.heads // tp) + 2 * self.hidden + self._feed_forward(tp, ep, etp)
         queries = self.head_dim * self.heads // tp
-        qkv = queries + 2 * self.head_dim * (self.kv_heads // tp if kv_heads is None else kv_heads)
+        qkv = queries + 2 * self.head_dim * self.kv_heads // tp if kv_heads is None else queries + 2 * self.head_dim * kv_heads
         biases = qkv * self.qkv_bias + self.hidden * self.output_bias
         norms = 2 * self.hidden + 2 * self.head_dim * self.qk_norm
         return self.hidden * (qkv + queries) + biases + norms + self._feed_forward(tp, ep, etp)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -31,6 +32,13 @@ def range_problems(config: Config) -> list[str]:
         if problem:
             problems.append(f"{key}={value}: {problem}")
     return problems
+
+
+def field_problems(section: str, settings: Any) -> list[str]:
+    """Every field of one group's dataclass that is outside its range."""
+    found = {f"{section}.{field.name}": (getattr(settings, field.name), field.metadata) for field in dataclasses.fields(settings)}
+    problems = {key: (value, range_problem(value, limits)) for key, (value, limits) in found.items() if value is not None}
+    return [f"{key}={value}: {problem}" for key, (value, problem) in problems.items() if problem]
 
 
 def range_problem(value: Any, limits: Any) -> str | None:

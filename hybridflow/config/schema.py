@@ -51,7 +51,9 @@ class ParallelConfig:
 class OptimizerConfig:
     lr: float = setting(1e-6, above=0)  # peak learning rate
     min_lr: float = setting(0.0, minimum=0)  # floor of a decaying schedule
-    schedule: str = setting("constant", choices=("constant", "linear", "cosine"))
+    # constant; linear or cosine decay over the run; wsd: constant, then linear over the last decay_steps (arXiv 2404.06395)
+    schedule: str = setting("constant", choices=("constant", "linear", "cosine", "wsd"))
+    decay_steps: int | None = setting(None, minimum=1)  # wsd: optimizer steps of its decay; null: a tenth of the run
     warmup_steps: int = setting(0, minimum=0)  # optimizer steps of linear warm-up from 0
     weight_decay: float = setting(0.01, minimum=0)  # on matrices only; biases and norms are never decayed
     beta1: float = setting(0.9, minimum=0, below=1)

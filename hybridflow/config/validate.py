@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping
 
 from hybridflow.config.algorithm_rules import algorithm_problems
 from hybridflow.config.batch_rules import batch_problems, engine_problems, length_problems
-from hybridflow.config.layout_rules import generation_layout_problems, training_layout_problems, vocabulary_problems
+from hybridflow.config.layout_rules import generation_layout_problems, model_ranks, training_layout_problems, vocabulary_problems
 from hybridflow.config.model_facts import ModelFacts
+from hybridflow.config.optimizer_rules import optimizer_problems
 from hybridflow.config.placement import actor_ranks, ranks_of
 from hybridflow.config.ranges import missing_problems, range_problems
 from hybridflow.config.reward_models import reward_model_problems
@@ -91,7 +92,7 @@ def _divides(config: Config, world: int) -> bool:
     roles = model_roles(config)
     ranks = actor_ranks(roles, world)
     parts = [(ranks_of(role, roles, world), role.settings.parallel) for role in roles]
-    sizes = [size for have, p in parts for size in ((have, p.tp * p.pp), (have // p.pp, p.ep * p.etp))]
+    sizes = [size for have, p in parts for size in ((have, model_ranks(p)), (have // p.pp, p.ep * p.etp))]
     return ranks > 0 and not any(have % copy for have, copy in sizes) and not (generates(config) and ranks % config.rollout.tp)
 
 
@@ -140,8 +141,5 @@ def _name_problems(config: Config) -> list[str]:
 
 
 def _optimizer_problems(config: Config) -> list[str]:
-    optimizer = config.actor.optimizer
-    if optimizer.min_lr > optimizer.lr:
-        return [f"actor.optimizer.min_lr={optimizer.min_lr}: above the peak, actor.optimizer.lr={optimizer.lr}; nearest that works: "
-                f"{optimizer.lr}."]
-    return []
+    trained = [role for role in model_roles(config) if role.trained]
+    return [problem for role in trained for problem in optimizer_problems(f"{role.section}.optimizer", role.settings.optimizer)]

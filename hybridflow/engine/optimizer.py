@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hybridflow.config.optimizer_rules import optimizer_problems, wsd_decay_steps
+from hybridflow.config.ranges import field_problems
 from hybridflow.config.schema import OptimizerConfig
 from hybridflow.engine import compat  # noqa: F401  (before megatron)
 from hybridflow.engine.device import Device
@@ -19,7 +21,6 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-SCHEDULES = ("constant", "linear", "cosine")
 FOREVER = 2**31  # "number of steps" of a schedule that does not decay
 
 
@@ -34,17 +35,9 @@ def wrap_chunks(chunks: list[torch.nn.Module], config: TransformerConfig, parall
 
 def check(config: OptimizerConfig, total_steps: int | None) -> None:
     """Raises ConfigError listing every setting that cannot work. total_steps: optimizer steps of the run."""
-    problems = []
-    if config.schedule not in SCHEDULES:
-        problems.append(f"optimizer.schedule={config.schedule!r} is none of {', '.join(SCHEDULES)}")
-    elif config.schedule != "constant" and total_steps is None:
-        problems.append(f"optimizer.schedule={config.schedule} decays over the run, so the engine must be given total_steps")
-    if not 0 <= config.min_lr <= config.lr:
-        problems.append(f"optimizer.min_lr={config.min_lr} must lie between 0 and optimizer.lr={config.lr}")
-    if config.warmup_steps < 0 or (total_steps is not None and config.warmup_steps >= total_steps):
-        problems.append(f"optimizer.warmup_steps={config.warmup_steps} must be at least 0 and below the {total_steps} steps of the run")
-    if config.weight_decay < 0 or config.clip_grad < 0:
-        problems.append(f"optimizer.weight_decay={config.weight_decay} and optimizer.clip_grad={config.clip_grad} must not be negative")
+    if config.schedule != "constant" and total_steps is None:
+        raise ValueError(f"the schedule {config.schedule} decays over the run: the engine must be given total_steps")
+    problems = field_problems("optimizer", config) + optimizer_problems("optimizer", config, total_steps)
     if problems:
         raise ConfigError(problems)
 
@@ -95,7 +88,9 @@ class Optimizer:
             min_lr=config.min_lr,
             lr_warmup_steps=config.warmup_steps,
             lr_decay_steps=max(total_steps or FOREVER, config.warmup_steps + 1),
-            lr_decay_style=config.schedule,
+            lr_decay_style="WSD" if config.schedule == "wsd" else config.schedule,
+            wsd_decay_steps=wsd_decay_steps(config, total_steps) if config.schedule == "wsd" else None,
+            lr_wsd_decay_style="linear",
             start_wd=config.weight_decay,
             end_wd=config.weight_decay,
             wd_incr_steps=FOREVER,

@@ -46,14 +46,32 @@ def test_a_world_that_does_not_divide_is_refused() -> None:
 
 @given(small, small, st.integers(1, 5))
 def test_stages_hold_every_layer_once_in_order(pp: int, vpp: int, size: int) -> None:
+    vpp = vpp if pp > 1 else 1
     stages = stage_layers(pp * vpp * size, pp, vpp)
     in_order = [layer for v in range(vpp) for stage in stages for layer in stage[v]]
     assert in_order == list(range(pp * vpp * size))
 
 
-def test_layers_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(ValueError, match="30 layers do not divide into pp 4"):
-        stage_layers(30, 4)
+@given(st.integers(1, 40), st.integers(1, 9))
+def test_uneven_stages_are_lighter_at_the_ends(layers: int, pp: int) -> None:
+    if layers < pp:
+        return
+    sizes = [len(stage[0]) for stage in stage_layers(layers, pp)]
+    assert [n for stage in stage_layers(layers, pp) for n in stage[0]] == list(range(layers))
+    assert max(sizes) - min(sizes) <= 1 and sizes[-1] == min(sizes)
+    assert sizes[0] == min(sizes) or layers % pp in (0, pp - 1)
+
+
+def test_layers_that_cannot_be_laid_on_the_stages() -> None:
+    assert [len(stage[0]) for stage in stage_layers(30, 4)] == [7, 8, 8, 7]
+    for arguments, words in [
+        ((30, 4, 2), r"30 layers do not divide into pp=4 x vpp=2 = 8 chunks; nearest that works with pp=4: vpp=1"),
+        ((24, 4, 4), "nearest that works with pp=4: vpp=3"),
+        ((4, 1, 2), "vpp=2 needs pp of 2 or more"),
+        ((3, 4), "pp=4 stages for 3 layers.*works: pp=3"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            stage_layers(*arguments)
 
 
 def test_position_in_a_generation_layout() -> None:

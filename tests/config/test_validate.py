@@ -45,8 +45,8 @@ RULES: list[tuple[int, ModelFacts | None, Changes, list[str], Changes]] = [
     (1, None, {"reward__function": "???"}, ["reward.function is required"], {"reward__function": "a:b"}),
     # not there yet
     (1, None, {"engine_type": "fsdp"}, ["engine_type=fsdp", "engine_type=megatron"], {"engine_type": "megatron"}),
-    (2, None, {"actor__parallel__cp": 2}, ["actor.parallel.cp=2", "not available", "must be 1"], {"actor__parallel__cp": 1}),
-    (2, None, {"actor__parallel__vpp": 2}, ["actor.parallel.vpp=2", "not available"], {"actor__parallel__vpp": 1}),
+    (2, None, {"actor__parallel__vpp": 2}, ["actor.parallel.vpp=2", "needs pp of 2"],
+     {"actor__parallel__vpp": 2, "actor__parallel__pp": 2}),
     # experts
     (2, WIDE, {"actor__parallel__ep": 2}, ["actor.parallel.ep=2", "/wide (llama) has no experts", "set it to 1"], {}),
     (2, WIDE, {"rollout__tp": 2, "rollout__ep": 2}, ["rollout.ep=2", "no experts"], {"rollout__tp": 2}),
@@ -68,8 +68,14 @@ RULES: list[tuple[int, ModelFacts | None, Changes, list[str], Changes]] = [
      {"actor__parallel__tp": 3, "data__train_batch_size": 60}),
     (8, WIDE, {"actor__parallel__pp": 8, "actor__parallel__tp": 2}, ["tp=2 x pp=8 = 16", "8 ranks", "tp=1 pp=8", "tp=2 pp=4"],
      {"actor__parallel__pp": 4, "actor__parallel__tp": 2}),
-    (4, SMOLLM2, {"actor__parallel__pp": 4}, ["actor.parallel.pp=4", "30 layers", "works: 2"], {"actor__parallel__pp": 2}),
-    (16, WIDE, {"actor__parallel__tp": 16}, ["actor.parallel.tp=16", "8 key-value heads", "works: 8"], {"actor__parallel__tp": 8}),
+    (32, SMOLLM2, {"actor__parallel__pp": 32}, ["actor.parallel.pp=32", "30 layers", "works: pp=30"], {"actor__parallel__pp": 16}),
+    (4, SMOLLM2, {"actor__parallel__pp": 4, "actor__parallel__vpp": 2}, ["actor.parallel.vpp=2", "30 layers", "works with pp=4: vpp=1"],
+     {"actor__parallel__pp": 4}),
+    (6, WIDE, {"actor__parallel__cp": 4, "data__train_batch_size": 60}, ["tp=1 x pp=1 x cp=4 = 4", "6 ranks", "tp=1 pp=1 cp=3"],
+     {"actor__parallel__cp": 3, "data__train_batch_size": 60}),
+    (32, WIDE, {"actor__parallel__tp": 32}, [], {}),  # four ranks share a key-value head
+    (24, replace(WIDE, heads=48, kv_heads=16, ffn=48), {"actor__parallel__tp": 24, "data__train_batch_size": 240},
+     ["actor.parallel.tp=24", "16 key-value heads", "works: 12"], {"actor__parallel__tp": 8, "data__train_batch_size": 240}),
     (3, replace(SMOLLM2, ffn=1537), {"actor__parallel__tp": 3, "data__train_batch_size": 3}, ["1537 feed-forward rows"],
      {"actor__parallel__tp": 1, "data__train_batch_size": 3}),
     (2, WIDE, {"actor__parallel__sequence_parallel": True}, ["sequence_parallel=true", "tp=1"],

@@ -165,10 +165,11 @@ def test_bfloat16_log_probs(cpu_rank: Device, checkpoints: dict[str, str]) -> No
 
 @pytest.mark.parametrize(
     ("schedule", "expected"),
-    [("constant", [0.5, 1, 1, 1, 1, 1]), ("linear", [0.5, 1, 0.775, 0.55, 0.325, 0.1]), ("cosine", [0.5, 1, 0.868, 0.55, 0.232, 0.1])],
+    [("constant", [0.5, 1, 1, 1, 1, 1]), ("linear", [0.5, 1, 0.775, 0.55, 0.325, 0.1]),
+     ("cosine", [0.5, 1, 0.868, 0.55, 0.232, 0.1]), ("wsd", [0.5, 1, 1, 1, 0.55, 0.1])],
 )
 def test_learning_rate_schedule(cpu_rank: Device, checkpoints: dict[str, str], schedule: str, expected: list[float]) -> None:
-    config = OptimizerConfig(lr=1e-3, min_lr=1e-4, schedule=schedule, warmup_steps=2)
+    config = OptimizerConfig(lr=1e-3, min_lr=1e-4, schedule=schedule, warmup_steps=2, decay_steps=2 if schedule == "wsd" else None)
     engine = build(checkpoints["llama"], cpu_rank, optimizer=config, total_steps=6)
     rates = [engine.update(make_batch(2, 25), clipped_ratio, **CALL)["lr"] / 1e-3 for _ in range(6)]
     assert rates == pytest.approx(expected, abs=1e-3)
@@ -177,16 +178,20 @@ def test_learning_rate_schedule(cpu_rank: Device, checkpoints: dict[str, str], s
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"schedule": "step"}, "schedule='step' is none of constant, linear, cosine"),
-        ({"schedule": "linear"}, "total_steps"),
-        ({"min_lr": 1.0}, "min_lr=1.0"),
-        ({"warmup_steps": -1}, "warmup_steps=-1"),
-        ({"clip_grad": -1.0}, "clip_grad=-1.0"),
+        ({"schedule": "step"}, "optimizer.schedule=step: no such choice"),
+        ({"min_lr": 1.0}, "optimizer.min_lr=1.0: above the peak, optimizer.lr=0.001"),
+        ({"warmup_steps": -1}, "optimizer.warmup_steps=-1: must be at least 0"),
+        ({"warmup_steps": 9}, "optimizer.warmup_steps=9: the run has 9 optimizer steps; nearest that works: 8"),
+        ({"clip_grad": -1.0}, "optimizer.clip_grad=-1.0"),
+        ({"decay_steps": 2}, "decay_steps=2: only the schedule wsd has it"),
+        ({"schedule": "wsd", "warmup_steps": 4, "decay_steps": 6}, "decay_steps=6: with .*warmup_steps=4.*9 optimizer steps.*works: 5"),
     ],
 )
 def test_optimizer_settings_are_checked(cpu_rank: Device, checkpoints: dict[str, str], changes: dict, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        build(checkpoints["llama"], cpu_rank, optimizer=OptimizerConfig(**{"lr": 1e-3, **changes}))
+        build(checkpoints["llama"], cpu_rank, optimizer=OptimizerConfig(**{"lr": 1e-3, **changes}), total_steps=9)
+    with pytest.raises(ValueError, match="must be given total_steps"):
+        build(checkpoints["llama"], cpu_rank, optimizer=OptimizerConfig(schedule="linear"))
 
 
 def test_engine_settings_are_checked(cpu_rank: Device, checkpoints: dict[str, str]) -> None:

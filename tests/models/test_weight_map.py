@@ -23,15 +23,16 @@ EMBEDDING = "model.embed_tokens.weight"
 
 @st.composite
 def configs(draw: st.DrawFn, tp: int, layers: int) -> Any:
-    """A configuration whose heads and feed-forward divide by `tp` in Megatron."""
-    kv_heads = tp * draw(st.integers(1, 3))
-    heads = kv_heads * draw(st.integers(1, 3))
+    """A configuration that Megatron can cut over `tp` ranks: key-value heads are a multiple of it, or fewer."""
     family = draw(st.sampled_from([LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config]))
     extra: dict[str, Any] = {}
     head_dim = draw(st.sampled_from([2, 4, 6]))
-    hidden = heads * head_dim
     if family is not Qwen2Config:
         extra["head_dim"] = draw(st.sampled_from([2, 4, 10]))
+    fewer = [n for n in range(1, tp) if tp % n == 0 and 2 * n * extra.get("head_dim", head_dim) % tp == 0]
+    kv_heads = draw(st.sampled_from([tp, 2 * tp, 3 * tp, *fewer]))
+    heads = math.lcm(tp, kv_heads) * draw(st.integers(1, 3))
+    hidden = heads * head_dim
     if family is LlamaConfig:
         extra["attention_bias"] = draw(st.booleans())
         extra["mlp_bias"] = extra["attention_bias"] and draw(st.booleans())
@@ -73,7 +74,8 @@ def sharded(name: str) -> bool:
 @given(st.data(), st.sampled_from([1, 2, 3, 4]), st.sampled_from([1, 2, 3]), st.sampled_from([1, 2]), st.sampled_from([1, 2]))
 def test_megatron_ranks_hold_every_element_once_per_replica(data: st.DataObject, tp: int, pp: int, vpp: int, dp: int) -> None:
     vpp = vpp if pp > 1 else 1
-    weights = weight_map(data.draw(configs(tp, pp * vpp * data.draw(st.integers(1, 2)))))
+    layers = pp * vpp * data.draw(st.integers(1, 2)) + (data.draw(st.integers(0, pp - 1)) if vpp == 1 else 0)
+    weights = weight_map(data.draw(configs(tp, layers)))
     layout = Layout(tp * pp * dp, tp=tp, pp=pp, vpp=vpp)
     for replica in range(dp):
         ranks = [r for r in range(layout.world) if layout.coordinates(r).dp == replica]
@@ -143,18 +145,26 @@ def test_smollm2_at_tp2_is_refused_with_values_and_nearest() -> None:
         weight_map(config).vllm(2, 0)
 
 
-def test_more_ranks_than_kv_heads_are_refused_by_megatron_and_served_by_vllm() -> None:
-    weights = weight_map(small())
-    with pytest.raises(ModelError, match="2 key-value heads do not divide by tensor parallel 4.*works: 2"):
-        weights.megatron(Layout(4, tp=4), 0)
+def test_more_ranks_than_kv_heads() -> None:
+    """vLLM repeats a head, Megatron cuts the rows of a group (and gathers its outputs), where that is even."""
+    weights, layout = weight_map(small()), Layout(4, tp=4)
     assert weights.vllm(4, 0)["model.layers.0.self_attn.qkv_proj.weight"].shape == ((1 + 1 + 1) * 8, 32)
+    qkv = [weights.megatron(layout, rank)["decoder.layers.0.self_attention.linear_qkv.weight"] for rank in range(2)]
+    assert [[(piece.tensor.split(".")[-2][0], piece.box.start[0], piece.box.shape[0]) for piece in one.pieces] for one in qkv] == [
+        [("q", 0, 16)], [("k", 0, 8), ("v", 0, 8)],
+    ]  # fmt: skip
+    with pytest.raises(ModelError, match="20 query, key and value rows do not divide by tensor parallel 8.*works: 4"):
+        weight_map(small(num_attention_heads=8, num_key_value_heads=1, head_dim=2, hidden_size=32)).megatron(Layout(8, tp=8), 0)
+    with pytest.raises(ModelError, match="4 key-value heads neither divide by nor into tensor parallel 6"):
+        weight_map(small(num_attention_heads=12, num_key_value_heads=4, hidden_size=96, intermediate_size=96)).megatron(Layout(6, tp=6), 0)
 
 
 def test_layout_problems_are_listed_at_once() -> None:
     with pytest.raises(ModelError) as caught:
-        weight_map(small()).megatron(Layout(24, tp=4, pp=3, vpp=2, ep=2), 0)
+        weight_map(small()).megatron(Layout(96, tp=16, pp=3, vpp=2, ep=2), 0)
     text = str(caught.value)
-    assert "4 layers do not divide into pp 3 x vpp 2 = 6 chunks" in text and "expert parallel 2" in text and "key-value heads" in text
+    assert "4 layers do not divide into pp=3 x vpp=2 = 6 chunks; nearest that works with pp=3: vpp=1" in text
+    assert "expert parallel 2" in text and "key-value heads" in text
 
 
 def test_vocabulary_that_vllm_cannot_cut_is_refused() -> None:
