@@ -17,7 +17,7 @@ from hybridflow.engine.megatron import MegatronEngine
 from hybridflow.engine.model import named_parameters
 from hybridflow.errors import NumericsError
 from tests.engine.test_vocab_parallel import sharded
-from tests.engine.tiny import OPTIMIZER, clipped_ratio, make_batch, value_and_score
+from tests.engine.tiny import OPTIMIZER, batch_of, clipped_ratio, make_batch, value_and_score
 
 Options = dict[str, Any]
 TEMPERATURE = 0.8
@@ -51,6 +51,9 @@ def rows_of(rank_dp: int, dp: int, rows: int, options: Options) -> list[int]:
 
 
 def whole_batch(options: Options) -> Batch:
+    """`shape`: rows of tiny.batch_of; otherwise random ones."""
+    if "shape" in options:
+        return batch_of(options["shape"], options.get("seed", 1))
     return make_batch(options.get("rows", 9), options.get("seed", 1), options.get("longest", 24), options.get("empty", 0.2))
 
 
@@ -78,11 +81,10 @@ def gradients(engine: MegatronEngine) -> dict[str, torch.Tensor]:
 def keep_gradients(engine: MegatronEngine) -> dict[str, torch.Tensor]:
     """Filled by the next update with its gradients before clipping."""
     kept: dict[str, torch.Tensor] = {}
-    norm = engine.optimizer.gradient_norm
 
     def keep_then_norm() -> float:
         kept.update({} if kept else gradients(engine))
-        return norm()
+        return type(engine.optimizer).gradient_norm(engine.optimizer)
 
     engine.optimizer.gradient_norm = keep_then_norm
     return kept
@@ -99,17 +101,40 @@ def evaluate(engine: MegatronEngine, batch: Batch, rows: list[int], options: Opt
     return {name: dict(zip(rows, column)) for name, column in columns.items()}
 
 
+_kept: dict[tuple, MegatronEngine] = {}
+
+
+def measure(path: str, layout: Layout, options: Options) -> Options:
+    """Metrics and gradients of an update that leaves the weights as they are, on an engine that is built once."""
+    key = (path, layout, options.get("sequence_parallel", False), options.get("head", "lm"))
+    if key not in _kept:
+        _kept[key] = engine_of(path, layout, options)
+        _kept[key].optimizer.step = lambda norm: None
+    engine = _kept[key]
+    batch, rows = local_batch(engine, options)
+    found = evaluate(engine, batch, rows, options)
+    first, metrics = {}, {}
+    if any(response for _, response, _ in options["shape"]):
+        first = keep_gradients(engine)
+        metrics = engine.update(batch, **update_arguments(engine, options))
+    return {"metrics": [metrics], "gradients": dict(first), "pieces": engine.shard_parameters(), **found}
+
+
+def update_arguments(engine: MegatronEngine, options: Options) -> Options:
+    call: Options = {"token_budget": options.get("budget", 32)}
+    if engine.weights.head == "scalar":
+        return call | {"loss": value_and_score}
+    return call | {"loss": clipped_ratio, "temperature": TEMPERATURE, "entropy": options.get("entropy", True)}
+
+
 def train(path: str, layout: Layout, options: Options) -> Options:
     """Evaluation, then `steps` updates on one mini-batch; metrics, first gradients, and the weights afterwards."""
     engine = engine_of(path, layout, options)
     batch, rows = local_batch(engine, options)
     found = evaluate(engine, batch, rows, options)
-    call: Options = {"token_budget": options.get("budget", 32)}
-    if engine.weights.head == "lm":
-        call |= {"temperature": TEMPERATURE, "entropy": options.get("entropy", True)}
-    loss = clipped_ratio if engine.weights.head == "lm" else value_and_score
+    call = update_arguments(engine, options)
     first = keep_gradients(engine)
-    metrics = [engine.update(batch, loss, **call) for _ in range(options.get("steps", 2))]
+    metrics = [engine.update(batch, **call) for _ in range(options.get("steps", 2))]
     return {"metrics": metrics, "gradients": first, "shards": shards(engine), "pieces": engine.shard_parameters(), **found}
 
 

@@ -21,8 +21,8 @@ def load_model(path: str, scalar: bool = False) -> Any:
 
 
 def reference_log_probs(model: Any, batch: Batch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """(log-prob, entropy) of all response tokens, row after row, in the model's dtype."""
-    log_probs, entropies = [], []
+    """(log-prob, entropy) of all response tokens, row after row."""
+    log_probs, entropies = [torch.empty(0, dtype=torch.float64)], [torch.empty(0, dtype=torch.float64)]
     for prompt, response in zip(batch["prompt_ids"].rows(), batch["response_ids"].rows()):
         if len(response):
             logits = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]  # those each token was drawn from

@@ -51,7 +51,7 @@ def test_attention_of_the_parts_is_that_of_the_whole(data: st.DataObject, size: 
     gathered = torch.cat([torch.cat((k[own], v[own]), dim=-1) for own in places])
 
     def gather(mine: torch.Tensor, group: Any) -> torch.Tensor:
-        return gathered  # what the collective gives; on real ranks: test_layouts.py
+        return gathered  # what the collective gives; on real ranks: test_parity.py
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "gather_from_sequence_parallel_region", gather)

@@ -1,4 +1,4 @@
-"""Critics and reward models on one rank: against Hugging Face's sequence classification, and back to it. Layouts: test_layouts.py."""
+"""Critics and reward models on one rank: against Hugging Face's sequence classification, and back to it. Layouts: test_parity.py."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +61,23 @@ def make_checkpoint(folder: Path, family: str, layers: int = 4, seed: int = 0, s
 
 
 def make_batch(rows: int, seed: int, longest: int = 24, empty: float = 0.0) -> Batch:
-    """Rows of random lengths with everything a clipped-ratio loss reads; weights add up to 1 over all tokens."""
+    """Rows of random lengths, of which a share `empty` has an empty response."""
     g = torch.Generator().manual_seed(seed)
     prompt = torch.randint(1, longest // 2, (rows,), generator=g)
     response = torch.randint(1, longest, (rows,), generator=g)
     response[torch.rand(rows, generator=g) < empty] = 0
-    total = int(response.sum())
+    return batch_of([(p, r, False) for p, r in zip(prompt.tolist(), response.tolist())], seed)
+
+
+def batch_of(shape: Sequence[tuple[int, int, bool]], seed: int) -> Batch:
+    """Random tokens for rows of (prompt length, response length, masked), with everything the loss functions read.
+
+    The weights of tokens that are not masked add up to 1; those of a masked row are 0.
+    """
+    g = torch.Generator().manual_seed(seed)
+    prompt, response, masked = (torch.tensor(column) for column in zip(*shape))
+    rows, total = len(shape), int(response.sum())
+    weight = torch.where(masked, 0.0, 1.0).double() / max(1, int(response[~masked].sum()))
     return Batch(
         {
             "prompt_id": torch.arange(rows),
@@ -75,7 +87,7 @@ def make_batch(rows: int, seed: int, longest: int = 24, empty: float = 0.0) -> B
             "advantage": torch.randn(rows, generator=g),
             "returns": Ragged(torch.randn(total, generator=g), response),
             "target_score": torch.randn(rows, generator=g),
-            "loss_weight": torch.full((rows,), 1.0 / max(total, 1), dtype=torch.float64),
+            "loss_weight": weight,
         }
     )
 

@@ -1,0 +1,102 @@
+"""Every layout against Hugging Face in float64: evaluation, loss, metrics, every gradient, two optimizer steps, random ragged batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridflow.config.layout import Layout
+from hybridflow.models.scalar_head import initial_score
+from tests.engine import ranks_jobs as jobs
+from tests.engine.parity import compare, compare_measure, join
+from tests.engine.tiny import FAMILIES, make_checkpoint
+from tests.ranks import RankPool
+
+PRELOAD = ("hybridflow.engine.megatron", "transformers", "tests.engine.ranks_jobs")
+LAYOUTS = {
+    "dp2": Layout(2),
+    "pp2_vpp2": Layout(2, pp=2, vpp=2),
+    "pp3_uneven": Layout(3, pp=3),  # of 4 layers
+    "cp3": Layout(3, cp=3),
+    "tp4": Layout(4, tp=4),
+    "pp4": Layout(4, pp=4),
+    "cp4": Layout(4, cp=4),
+    "tp2_dp2": Layout(4, tp=2),
+    "tp2_pp2": Layout(4, tp=2, pp=2),
+    "tp2_cp2": Layout(4, tp=2, cp=2),
+    "cp2_pp2_vpp2": Layout(4, cp=2, pp=2, vpp=2),
+    "cp2_dp2": Layout(4, cp=2),
+    "tp2_pp2_dp2": Layout(8, tp=2, pp=2),
+    "tp2_cp2_pp2": Layout(8, tp=2, cp=2, pp=2),
+}
+ROW = st.tuples(st.integers(1, 12), st.integers(0, 14), st.booleans())  # prompt, response, masked
+SPLIT, HEAD = st.sampled_from(["even", "all_on_last"]), st.sampled_from(["lm", "scalar"])
+
+
+@dataclass(frozen=True)
+class Ranks:
+    pool: RankPool
+    layout: Layout
+
+    @property
+    def sequence_parallel(self) -> bool:
+        return self.layout.tp > 1
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Qwen2: untied, biased, 2 key-value heads (fewer than tp4). Llama: tied, 4 key-value heads."""
+    folder = tmp_path_factory.mktemp("models")
+    models = {family: make_checkpoint(folder, family, **({"num_key_value_heads": 2} if family == "qwen2" else {})) for family in FAMILIES}
+    return models | {"scalar": make_checkpoint(folder, "llama", scalar=True)}
+
+
+@pytest.fixture(scope="module", params=list(LAYOUTS))
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    layout = LAYOUTS[request.param]
+    with RankPool(layout.world, preload=PRELOAD) as pool:
+        yield Ranks(pool, layout)
+
+
+def test_qwen2(ranks: Ranks, paths: dict[str, str]) -> None:
+    compare(ranks.pool, ranks.layout, paths["qwen2"], {"budget": 40, "seed": 1})
+    if ranks.sequence_parallel:
+        compare(ranks.pool, ranks.layout, paths["qwen2"], {"budget": 64, "seed": 2, "sequence_parallel": True})
+
+
+def test_tied_llama(ranks: Ranks, paths: dict[str, str]) -> None:
+    compare(ranks.pool, ranks.layout, paths["llama"], {"budget": 16, "seed": 3, "sequence_parallel": ranks.sequence_parallel})
+
+
+def test_another_family(ranks: Ranks, paths: dict[str, str]) -> None:
+    """The other families take turns, so that each runs in at least four layouts, with and without sequence parallelism."""
+    others = sorted(set(FAMILIES) - {"llama", "qwen2"})
+    family = others[list(LAYOUTS.values()).index(ranks.layout) % len(others)]
+    compare(ranks.pool, ranks.layout, paths[family], {"budget": 48, "sequence_parallel": ranks.layout.tp == 2, "seed": 13})
+
+
+def test_scalar_head(ranks: Ranks, paths: dict[str, str]) -> None:
+    options = {"head": "scalar", "budget": 30, "seed": 4}
+    compare(ranks.pool, ranks.layout, paths["scalar"], {**options, "sequence_parallel": ranks.sequence_parallel})
+    new = ranks.pool.run(jobs.train, paths["qwen2"], ranks.layout, {**options, "model_seed": 3, "steps": 0})
+    assert torch.equal(join(new, "shards")["score.weight"], initial_score((1, 64), 0.02, 3))  # the same in every layout
+
+
+@settings(max_examples=4, deadline=None)
+@given(st.lists(ROW, min_size=1, max_size=9), st.integers(1, 80), SPLIT, HEAD)
+def test_ragged_batches(ranks: Ranks, paths: dict[str, str], shape: list, budget: int, split: str, head: str) -> None:
+    """Micro-batches, packing order and ranks change nothing: empty responses, masked rows, single tokens, ranks without rows."""
+    options = {"shape": shape, "budget": budget, "split": split, "order_seed": budget, "head": head, "seed": len(shape)}
+    compare_measure(ranks.pool, ranks.layout, paths["llama" if head == "lm" else "scalar"], options)
+
+
+def test_first_update_is_on_policy(ranks: Ranks, paths: dict[str, str]) -> None:
+    same = ranks.pool.run(jobs.on_policy_ratio, paths["qwen2"], ranks.layout, {"seed": 3}, (40, 40))
+    assert all(gap < 1e-6 and clipped == 0.0 for gap, clipped in same)
+    other = ranks.pool.run(jobs.on_policy_ratio, paths["qwen2"], ranks.layout, {"seed": 3}, (200, 16))
+    assert all(gap < 5e-6 and clipped == 0.0 for gap, clipped in other)
