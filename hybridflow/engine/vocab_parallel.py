@@ -2,7 +2,8 @@
 
 Legend: N tokens, H hidden, V vocabulary columns of this rank (the last of which may be padding).
 Logits are computed in float32 for a chunk of tokens at a time and again in the backward pass, so that full float32
-logits never exist for a micro-batch. Two all-reduces per call, of [N] and [3, N] numbers, are all the communication.
+logits never exist for a micro-batch: two buffers of a chunk do (docs/engine.md has measurements). Two all-reduces per call,
+of [N] and [3, N] numbers, are all the communication.
 
 With z = logits / temperature, p = softmax(z): log_prob = z_t - logsumexp(z), entropy = logsumexp(z) - sum_j p_j z_j, and
     d log_prob / d z_j = [j = t] - p_j,        d entropy / d z_j = -p_j (log p_j + entropy).
@@ -78,18 +79,10 @@ class _LogProb(torch.autograd.Function):
         local_N = local_N.clamp(0, max(shard.size - 1, 0))
         top_N = hidden_NH.new_full((count,), -torch.inf, dtype=torch.float32)
         sums_3N = hidden_NH.new_zeros((3, count), dtype=torch.float32)  # sum exp, sum exp * z, z of the target
-        for part in _chunks(count, chunk):
-            if shard.size == 0:
-                continue
-            z = _logits(hidden_NH[part], weight_VH, shard, temperature)
-            top = z.amax(-1)
-            shifted = z - top[:, None]
-            exp = shifted.exp()
-            top_N[part] = top
-            sums_3N[0, part] = exp.sum(-1)
-            if entropy:
-                sums_3N[1, part] = (exp * shifted).sum(-1)  # of z - top: no cancellation of large logits
-            sums_3N[2, part] = torch.where(mine_N[part], z.gather(-1, local_N[part, None])[:, 0], 0.0)
+        for part in _chunks(count, chunk) if shard.size else []:
+            logits = _logits(hidden_NH[part], weight_VH, shard, temperature)
+            top_N[part], sums_3N[:, part] = _sums(logits, local_N[part], mine_N[part], entropy)
+            del logits  # before the next chunk's are made
         best_N = _combine(top_N, sums_3N, shard)
         log_sum_N = sums_3N[0].log()
         lse_N = best_N + log_sum_N
@@ -105,20 +98,33 @@ class _LogProb(torch.autograd.Function):
         size = ctx.shard.size
         grad_hidden = torch.zeros_like(hidden_NH)
         grad_weight = torch.zeros(weight_VH.shape, dtype=torch.float32, device=weight_VH.device)
-        for part in _chunks(hidden_NH.shape[0], ctx.chunk):
-            if size == 0:
-                continue
+        for part in _chunks(hidden_NH.shape[0], ctx.chunk) if size else []:
             log_p = _logits(hidden_NH[part], weight_VH, ctx.shard, ctx.temperature).sub_(lse_N[part, None])
-            p = log_p.exp()
-            grad = p * -grad_log_prob_N[part, None]
+            grad = log_p.exp()
             if ctx.entropy:
-                grad.addcmul_(p.mul_(log_p.add_(entropy_N[part, None])), -grad_entropy_N[part, None])
+                grad.mul_(log_p.add_(entropy_N[part, None]).mul_(-grad_entropy_N[part, None]).sub_(grad_log_prob_N[part, None]))
+            else:
+                grad.mul_(-grad_log_prob_N[part, None])
+            del log_p
             onto_target = torch.where(mine_N[part], grad_log_prob_N[part], 0.0)
             grad.scatter_add_(1, local_N[part, None], onto_target[:, None])
             grad = grad.div_(ctx.temperature).to(hidden_NH.dtype)
             grad_hidden[part] = grad @ weight_VH[:size]
             grad_weight[:size] += matmul_float32(grad.t(), hidden_NH[part])
+            del grad
         return grad_hidden, grad_weight.to(weight_VH.dtype), None, None, None, None, None
+
+
+def _sums(z: torch.Tensor, local_N: torch.Tensor, mine_N: torch.Tensor, entropy: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest z of each token on this rank, and [3, N] sums over this rank's columns (see forward). `z` is overwritten."""
+    top_N = z.amax(-1)
+    sums_3N = z.new_zeros((3, len(z)))
+    sums_3N[2] = torch.where(mine_N, z.gather(-1, local_N[:, None])[:, 0], 0.0)
+    exp = z.sub_(top_N[:, None]).exp()
+    sums_3N[0] = exp.sum(-1)
+    if entropy:
+        sums_3N[1] = exp.mul_(z).sum(-1)  # of z - top: no cancellation of large logits
+    return top_N, sums_3N
 
 
 def _chunks(count: int, chunk: int) -> list[slice]:
