@@ -20,6 +20,7 @@ from hybridflow.engine.loss_types import TokenLoss
 from hybridflow.engine.metrics import merge
 from hybridflow.engine.micro_batch import MicroBatch, Packer
 from hybridflow.engine.model import build_chunks, named_parameters, transformer_config
+from hybridflow.engine.offload import HostStorages
 from hybridflow.engine.optimizer import Optimizer, wrap_chunks
 from hybridflow.engine.packing import assign, costs, least_count
 from hybridflow.engine.parallel import init_parallel
@@ -82,6 +83,7 @@ class MegatronEngine:
             self.optimizer = Optimizer(optimizer, self.chunks, self.parallel, device, dtype=dtype, total_steps=total_steps)
         self._loaded = False
         self._offloaded = False
+        self._host_weights: HostStorages | None = None
 
     def load(self, path: str) -> None:
         """Read this rank's slices of a Hugging Face safetensors checkpoint. Raises ModelError when tensors are missing or misshaped.
@@ -152,25 +154,24 @@ class MegatronEngine:
         Raises NumericsError on every rank, weights untouched, when the loss or the gradient is not finite.
         """
         self._ready("update")
-        if self.optimizer is None:
-            raise PhaseError("update on an engine without optimizer: it was built for inference only")
+        optimizer = self._trained("update")
         head = self._head(temperature, entropy)
         micro_batches = self._micro_batches(batch, token_budget, head, columns=True)
         if not micro_batches:
             raise ValueError("no rank has a response token in this mini-batch: there is nothing to learn from")
         for chunk in self.chunks:
             chunk.train()
-        self.optimizer.zero_grad()
+        optimizer.zero_grad()
         results = self._run(micro_batches, training_consumer(head, loss), forward_only=False)
         metrics = merge(results, self.parallel)
-        norm = self.optimizer.gradient_norm()
+        norm = optimizer.gradient_norm()
         if not (math.isfinite(metrics["loss"]) and math.isfinite(norm)):
             raise NumericsError(
                 f"loss {metrics['loss']}, gradient norm {norm}: the weights were not updated. Look at the loss function's inputs "
                 f"(log-probs, advantages) and metrics: {metrics}"
             )
-        self.optimizer.step(norm)
-        return {**metrics, "grad_norm": norm, "lr": self.optimizer.lr}
+        optimizer.step(norm)
+        return {**metrics, "grad_norm": norm, "lr": optimizer.lr}
 
     def offload_optimizer(self) -> None:
         """Free the gradient buffers and move the optimizer state to host memory; weights stay."""
@@ -184,11 +185,43 @@ class MegatronEngine:
             self.optimizer.onload()
             self._offloaded = False
 
+    def offload_weights(self) -> None:
+        """Move the weights to host memory; `parameters()` stay valid objects, and must not be touched until onload_weights."""
+        if self._host_weights is None:
+            self._host_weights = HostStorages(self.parameters().values())
+            self.device.release_cache()
+
+    def onload_weights(self) -> None:
+        """Undo offload_weights."""
+        if self._host_weights is not None:
+            self._host_weights.restore()
+            self._host_weights = None
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """This rank's optimizer (moments, float32 main weights, place in the schedule) in host memory, fit for torch.save."""
+        self._ready("optimizer_state")
+        return self._trained("optimizer_state").state()
+
+    def load_optimizer_state(self, state: dict[str, Any]) -> None:
+        """Continue from `optimizer_state` of the same rank of the same model and layout; load the weights first.
+
+        Raises ModelError when the state does not fit.
+        """
+        self._ready("load_optimizer_state")
+        self._trained("load_optimizer_state").load_state(state)
+
+    def _trained(self, verb: str) -> Optimizer:
+        if self.optimizer is None:
+            raise PhaseError(f"{verb} on an engine without optimizer: it was built for inference only")
+        return self.optimizer
+
     def _ready(self, verb: str, head: str | None = None) -> None:
         if head not in (None, self.weights.head):
             raise ValueError(f"{verb} on an engine with head={self.weights.head!r}: it needs head={head!r}")
         if not self._loaded:
             raise PhaseError(f"{verb} before load: the engine has no weights yet")
+        if self._host_weights is not None:
+            raise PhaseError(f"{verb} while the weights are offloaded; call onload_weights first")
         if verb == "update" and self._offloaded:
             raise PhaseError("update while the optimizer is offloaded; call onload_optimizer first")
 

@@ -14,7 +14,7 @@ from hybridflow.config.schema import OptimizerConfig
 from hybridflow.engine import compat  # noqa: F401  (before megatron)
 from hybridflow.engine.device import Device
 from hybridflow.engine.parallel import Parallel
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, ModelError
 
 from megatron.core import optimizer as megatron_optimizer
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -148,6 +148,36 @@ class Optimizer:
         """Copy the model's weights, changed from outside, into the float32 main parameters."""
         self.megatron.reload_model_params()
 
+    def state(self) -> dict[str, Any]:
+        """What this rank holds of the optimizer, on the host: moments, step counts, main parameters and the schedule's place.
+
+        It fits an optimizer of the same model and layout (`load_state`); the weights of a float32 model are its main parameters.
+        """
+        parts = []
+        for inner in self._inner():
+            groups = inner.optimizer.param_groups
+            moments = [{k: _to_host(v) for k, v in inner.optimizer.state[p].items()} for group in groups for p in group["params"]]
+            mains = [_to_host(p.detach()) for group in groups for p in group["params"]]
+            parts.append({"groups": [_settings(group) for group in groups], "moments": moments, "mains": mains})
+        return {"parts": parts, "schedule": self.scheduler.state_dict()}
+
+    @torch.no_grad()
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Undo `state`. Raises ModelError when it is of another model, layout or rank; nothing is changed then."""
+        shapes = [[tuple(p.shape) for group in inner.optimizer.param_groups for p in group["params"]] for inner in self._inner()]
+        saved = [[tuple(main.shape) for main in part["mains"]] for part in state["parts"]]
+        if shapes != saved:
+            raise ModelError("the optimizer state is of another model, layout or rank: its parameters have other shapes")
+        for inner, part in zip(self._inner(), state["parts"]):
+            parameters = [p for group in inner.optimizer.param_groups for p in group["params"]]
+            for parameter, main, moments in zip(parameters, part["mains"], part["moments"]):
+                parameter.copy_(main)
+                # torch keeps step counts on the host
+                inner.optimizer.state[parameter] = {k: _like(v, parameter) for k, v in moments.items()}
+            for group, settings in zip(inner.optimizer.param_groups, part["groups"]):
+                group.update(settings)
+        self.scheduler.load_state_dict(state["schedule"])
+
     def offload(self) -> None:
         """Free gradient buffers and move Adam state and float32 main parameters to host memory (CPU: only the buffers)."""
         self._move(torch.device("cpu"))
@@ -175,3 +205,17 @@ class Optimizer:
                 for name, value in state.items():
                     if isinstance(value, torch.Tensor) and value.dim() > 0:
                         state[name] = value.to(target, non_blocking=True)
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """What a parameter group says besides its parameters: learning rate, decay, and the step count of fused optimizers."""
+    return {name: _to_host(value) for name, value in group.items() if name != "params"}
+
+
+def _to_host(value: Any) -> Any:
+    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+
+
+def _like(value: Any, parameter: torch.Tensor) -> Any:
+    """A moment where its parameter is; a step count as it was."""
+    return value.to(parameter.device, copy=True) if isinstance(value, torch.Tensor) and value.dim() else _to_host(value)

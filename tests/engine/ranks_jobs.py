@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import torch
@@ -196,8 +197,25 @@ def actor_and_reference(path: str, layout: Layout, options: Options) -> tuple[fl
     return moved[0], moved[1], has_gradients
 
 
+def resumed_between(path: str, layout: Layout, options: Options) -> Options:
+    """Two updates, the second by another engine that continues from the weights and the optimizer state of the first."""
+    first, second = engine_of(path, layout, options), engine_of(path, layout, options)
+    batch, _ = local_batch(first, options)
+    call = update_arguments(first, options)
+    metrics = [first.update(batch, **call)]
+    for name, tensor in first.parameters().items():
+        second.parameters()[name].copy_(tensor)
+    second.weights_changed()
+    stored = io.BytesIO()
+    torch.save(first.optimizer_state(), stored)
+    second.load_optimizer_state(torch.load(io.BytesIO(stored.getvalue())))
+    expected, metrics = first.update(batch, **call), [*metrics, second.update(batch, **call)]
+    same = all(torch.equal(tensor, second.parameters()[name]) for name, tensor in first.parameters().items())
+    return {"metrics": metrics, "expected": expected, "same": same}
+
+
 def offloaded_between(path: str, layout: Layout, options: Options) -> Options:
-    """Two updates with the optimizer offloaded and brought back between them."""
+    """Two updates with the optimizer, then the weights too, offloaded and brought back between them."""
     engine = engine_of(path, layout, options)
     batch, _ = local_batch(engine, options)
     call = {"temperature": TEMPERATURE, "token_budget": 32, "entropy": True}
@@ -206,6 +224,9 @@ def offloaded_between(path: str, layout: Layout, options: Options) -> Options:
     engine.offload_optimizer()
     sizes = [buffer.grad_data.untyped_storage().size() for buffer in buffers]
     engine.log_probs(batch, **call)
+    engine.offload_weights()
+    sizes += [tensor.untyped_storage().size() for tensor in engine.parameters().values()]
+    engine.onload_weights()
     engine.onload_optimizer()
     metrics.append(engine.update(batch, clipped_ratio, **call))
     return {"metrics": metrics, "freed": not any(sizes), "shards": shards(engine)}

@@ -216,5 +216,11 @@ def test_calls_in_the_wrong_state(cpu_rank: Device, checkpoints: dict[str, str])
     engine.offload_optimizer()
     with pytest.raises(PhaseError, match="offloaded"):
         engine.update(batch, clipped_ratio, **CALL)
+    engine.offload_weights()
+    with pytest.raises(PhaseError, match="log_probs while the weights are offloaded"):
+        engine.log_probs(batch, **CALL)
+    engine.onload_weights()
+    with pytest.raises(ModelError, match="another model, layout or rank"):
+        engine.load_optimizer_state({"parts": [{"mains": [torch.zeros(3)]}]})
     with pytest.raises(ValueError, match="token budget must be positive"):
         engine.log_probs(batch, temperature=1.0, token_budget=0, entropy=False)

@@ -70,6 +70,13 @@ def test_no_plan_can_do_with_fewer_than_a_token_bound(lengths, budget) -> None:
     assert bound <= least_count(lengths, budget) - over <= 11 / 9 * (2 * bound) + 1
 
 
+def test_a_row_above_the_budget_is_alone() -> None:
+    """Never dropped, never cut: its micro-batch is larger than the budget, the others stay within it."""
+    assert least_count([5, 100, 5, 5], 10) == 3
+    assert sorted(map(sorted, assign([5, 100, 5, 5], 10, 3))) == [[0, 3], [1], [2]]
+    assert [1] in assign([5, 100, 5, 5], 10, 4)
+
+
 def test_equal_rows_are_spread_evenly() -> None:
     assert [len(rows) for rows in assign([10] * 12, 1000, 3)] == [4, 4, 4]
 

@@ -72,6 +72,12 @@ def test_offload_between_updates_changes_nothing(ranks: Ranks, paths: dict[str, 
         assert all(torch.equal(tensor, expected["shards"][name]) for name, tensor in result["shards"].items())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_another_engine_continues_from_the_optimizer_state(ranks: Ranks, paths: dict[str, str], dtype: torch.dtype) -> None:
+    for result in ranks.pool.run(jobs.resumed_between, paths["llama"], ranks.layout, {"seed": 6, "dtype": dtype}):
+        assert result["same"] and result["metrics"][1] == result["expected"] and result["expected"] != result["metrics"][0]
+
+
 def test_bfloat16_follows_float32(ranks: Ranks, paths: dict[str, str], baseline: list[dict[str, Any]]) -> None:
     half = ranks.pool.run(jobs.train, paths["llama"], ranks.layout, {"seed": 5, "dtype": torch.bfloat16})
     gaps = torch.cat([(a["log_prob"][row] - value).abs() for a, b in zip(half, baseline) for row, value in b["log_prob"].items()])
