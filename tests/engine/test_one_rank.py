@@ -144,14 +144,14 @@ def test_recomputation_changes_nothing(cpu_rank: Device, checkpoints: dict[str, 
 
 def test_bfloat16_keeps_float32_main_weights(cpu_rank: Device, checkpoints: dict[str, str]) -> None:
     """Steps too small for bfloat16 add up: the weights move after many of them, though none of them alone is visible."""
-    config = OptimizerConfig(lr=2e-4, weight_decay=0.0, clip_grad=0.0)
+    config = OptimizerConfig(lr=8e-4, weight_decay=0.0, clip_grad=0.0)
     engine = build(checkpoints["llama"], cpu_rank, optimizer=config, dtype=torch.bfloat16)
     batch = make_batch(4, 23)
     weight = engine.parameters()["decoder.layers.0.input_layernorm.weight"]
     first = weight.clone()
     engine.update(batch, clipped_ratio, **CALL)
     assert weight.dtype == torch.bfloat16 and torch.equal(weight, first)
-    for _ in range(30):
+    for _ in range(10):
         engine.update(batch, clipped_ratio, **CALL)
     assert (weight != first).double().mean() > 0.1
 
@@ -198,8 +198,8 @@ def test_engine_settings_are_checked(cpu_rank: Device, checkpoints: dict[str, st
     for options, words in (({"dtype": torch.float16}, "float16"), ({"recompute": "some"}, "recompute='some'")):
         with pytest.raises(ConfigError, match=words):
             build(checkpoints["llama"], cpu_rank, **options)
-    with pytest.raises(ModelError, match="layers do not divide"):
-        build(checkpoints["llama"], cpu_rank, layout=Layout(world=3, pp=3))
+    with pytest.raises(ModelError, match="pp=5 stages for 4 layers"):
+        build(checkpoints["llama"], cpu_rank, layout=Layout(world=5, pp=5))
     build(checkpoints["llama"], cpu_rank)
     with pytest.raises(RuntimeError, match="already has the layout"):
         build(checkpoints["llama"], cpu_rank, layout=Layout(world=2))
