@@ -75,7 +75,7 @@ RULES: list[tuple[int, ModelFacts | None, Changes, list[str], Changes]] = [
      {"actor__parallel__cp": 3, "data__train_batch_size": 60}),
     (32, WIDE, {"actor__parallel__tp": 32}, [], {}),  # four ranks share a key-value head
     (24, replace(WIDE, heads=48, kv_heads=16, ffn=48), {"actor__parallel__tp": 24, "data__train_batch_size": 240},
-     ["actor.parallel.tp=24", "16 key-value heads", "works: 12"], {"actor__parallel__tp": 8, "data__train_batch_size": 240}),
+     ["actor.parallel.tp=24", "16 key-value heads", "works: 8"], {"actor__parallel__tp": 8, "data__train_batch_size": 240}),
     (3, replace(SMOLLM2, ffn=1537), {"actor__parallel__tp": 3, "data__train_batch_size": 3}, ["1537 feed-forward rows"],
      {"actor__parallel__tp": 1, "data__train_batch_size": 3}),
     (2, WIDE, {"actor__parallel__sequence_parallel": True}, ["sequence_parallel=true", "tp=1"],
@@ -160,10 +160,10 @@ def test_rules(world: int, facts: ModelFacts | None, changes: Changes, parts: li
 
 def test_all_problems_are_reported_at_once() -> None:
     config = config_of(actor__parallel__tp=2, rollout__temperature=0.0, rollout__top_k=3, reward__function="x", algorithm__kl_in="los",
-                       data__max_prompt_length=9000, actor__parallel__cp=2, trainer__steps=0, engine_type="fsdp",
+                       data__max_prompt_length=9000, actor__parallel__vpp=2, trainer__steps=0, engine_type="fsdp",
                        data__train_batch_size=63)
     found = validate(config, 4, SMOLLM2)
-    for part in ("actor.parallel.tp=2", "temperature=0", "top_k=3", "reward.function=x", "kl_in=los", "9000", "cp=2", "steps=0", "fsdp",
+    for part in ("actor.parallel.tp=2", "temperature=0", "top_k=3", "reward.function=x", "kl_in=los", "9000", "vpp=2", "steps=0", "fsdp",
                  "train_batch_size=63"):
         assert any(part in problem for problem in found), part
 

@@ -164,7 +164,7 @@ def test_layout_problems_are_listed_at_once() -> None:
         weight_map(small()).megatron(Layout(96, tp=16, pp=3, vpp=2, ep=2), 0)
     text = str(caught.value)
     assert "4 layers do not divide into pp=3 x vpp=2 = 6 chunks; nearest that works with pp=3: vpp=1" in text
-    assert "expert parallel 2" in text and "key-value heads" in text
+    assert "expert parallel 2" in text and "4 attention heads" in text
 
 
 def test_vocabulary_that_vllm_cannot_cut_is_refused() -> None:
