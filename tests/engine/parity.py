@@ -9,6 +9,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,9 +21,28 @@ from tests.engine.reference import Reference, load_model, reference_log_probs, r
 from tests.engine.tiny import OPTIMIZER, clipped_ratio, value_and_score
 from tests.ranks import RankPool
 
+PRELOAD = ("hybridflow.engine.megatron", "transformers", "tests.engine.ranks_jobs")
 RELATIVE = 1e-5
 TEMPERATURE = jobs.TEMPERATURE
 Results = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """A pool, and the layout its ranks have: one for the life of a process."""
+
+    pool: RankPool
+    layout: Layout
+
+    @property
+    def sequence_parallel(self) -> bool:
+        return self.layout.tp > 1
+
+
+def start_ranks(layout: Layout) -> Iterator[Ranks]:
+    """Body of a fixture."""
+    with RankPool(layout.world, preload=PRELOAD) as pool:
+        yield Ranks(pool, layout)
 
 
 def compare(pool: RankPool, layout: Layout, path: str, options: jobs.Options | None = None) -> Results:

@@ -7,10 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from hybridflow.config.layout import Layout
-from tests.engine.parity import compare
-from tests.engine.test_layouts import PRELOAD, Ranks
+from tests.engine.parity import Ranks, compare, start_ranks
 from tests.engine.tiny import make_checkpoint
-from tests.ranks import RankPool
 from tests.tiny import EXPERTS
 
 LAYOUTS = {
@@ -18,6 +16,7 @@ LAYOUTS = {
     "tp2_etp2": Layout(2, tp=2, etp=2),
     "tp2_ep2_dp2": Layout(4, tp=2, ep=2),
     "pp2_ep2": Layout(4, pp=2, ep=2),
+    "cp2_ep2": Layout(4, cp=2, ep=2),
     "pp2_vpp2_tp2_ep2": Layout(4, pp=2, vpp=2, tp=2, ep=2),
 }
 
@@ -30,9 +29,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module", params=list(LAYOUTS))
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    layout = LAYOUTS[request.param]
-    with RankPool(layout.world, preload=PRELOAD) as pool:
-        yield Ranks(pool, layout)
+    yield from start_ranks(LAYOUTS[request.param])
 
 
 @pytest.mark.parametrize("family", EXPERTS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -13,11 +12,9 @@ from hypothesis import strategies as st
 from hybridflow.config.layout import Layout
 from hybridflow.models.scalar_head import initial_score
 from tests.engine import ranks_jobs as jobs
-from tests.engine.parity import compare, compare_measure, join
+from tests.engine.parity import Ranks, compare, compare_measure, join, start_ranks
 from tests.engine.tiny import FAMILIES, make_checkpoint
-from tests.ranks import RankPool
 
-PRELOAD = ("hybridflow.engine.megatron", "transformers", "tests.engine.ranks_jobs")
 LAYOUTS = {
     "dp2": Layout(2),
     "pp2_vpp2": Layout(2, pp=2, vpp=2),
@@ -38,16 +35,6 @@ ROW = st.tuples(st.integers(1, 12), st.integers(0, 14), st.booleans())  # prompt
 SPLIT, HEAD = st.sampled_from(["even", "all_on_last"]), st.sampled_from(["lm", "scalar"])
 
 
-@dataclass(frozen=True)
-class Ranks:
-    pool: RankPool
-    layout: Layout
-
-    @property
-    def sequence_parallel(self) -> bool:
-        return self.layout.tp > 1
-
-
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Qwen2: untied, biased, 2 key-value heads (fewer than tp4). Llama: tied, 4 key-value heads."""
@@ -58,9 +45,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module", params=list(LAYOUTS))
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    layout = LAYOUTS[request.param]
-    with RankPool(layout.world, preload=PRELOAD) as pool:
-        yield Ranks(pool, layout)
+    yield from start_ranks(LAYOUTS[request.param])
 
 
 def test_qwen2(ranks: Ranks, paths: dict[str, str]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,19 +10,11 @@ import torch
 
 from hybridflow.config.layout import Layout
 from tests.engine import ranks_jobs as jobs
-from tests.engine.parity import check_training, close
+from tests.engine.parity import Ranks, check_training, close, start_ranks
 from tests.engine.test_vocab_parallel import check
 from tests.engine.tiny import make_checkpoint
-from tests.ranks import RankPool
 
-PRELOAD = ("hybridflow.engine.megatron", "transformers", "tests.engine.ranks_jobs")
 LAYOUT = Layout(world=4, pp=2)
-
-
-@dataclass(frozen=True)
-class Ranks:
-    pool: RankPool
-    layout: Layout
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +25,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    with RankPool(LAYOUT.world, preload=PRELOAD) as pool:
-        yield Ranks(pool, LAYOUT)
+    yield from start_ranks(LAYOUT)
 
 
 @pytest.fixture(scope="module")
