@@ -1,8 +1,8 @@
 """Time of a GRPO step outside generation, forward, backward and optimizer: controller, rewards, advantages, data movement.
 
-    python scripts/bench/controller.py [--prompts 1024] [--n 8] [--tokens 2048] [--ranks 2] [--steps 3]
+    python scripts/bench/controller.py [--algorithm grpo] [--prompts 1024] [--n 8] [--tokens 2048] [--ranks 2] [--steps 3]
 
-The real dataflow (algorithm=grpo with a reference) over real worker groups, batches and reward processes. Only the models
+The real dataflow (with a reference) over real worker groups, batches and reward processes. Only the models
 are absent: a rank makes its tokens and log-probs before the clock runs and hands out copies, so every second that is left
 is ours. Prints milliseconds and bytes through the driver by phase, and fails where tokens pass through the driver.
 """
@@ -15,9 +15,11 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from hybridflow.algorithms.base import Flow, Prompts
 from hybridflow.algorithms.registry import get_algorithm
@@ -27,11 +29,13 @@ from hybridflow.cluster.pool import ResourcePool
 from hybridflow.cluster.protocols import Protocol, register
 from hybridflow.cluster.sharded import DRIVER_BYTES, ShardedBatch
 from hybridflow.config.layout import GenerationLayout, Layout
+from hybridflow.config.load import load_config
 from hybridflow.config.schema import ClusterConfig, Config
 from hybridflow.data.batch import Batch, Ragged
 from hybridflow.data.char_tokenizer import char_tokenizer
 from hybridflow.observe.timer import PhaseTimer
 from hybridflow.rewards.sources import RewardSources
+from hybridflow.workers.actor import mismatch_columns
 from hybridflow.workers.reward import RewardWorker
 
 CHARACTERS = "0123456789+-*/=() abcdefghijklmnopqrstuvwxyz"
@@ -70,12 +74,22 @@ class Ready:
 
     @register(Protocol.DP)
     def compute_log_prob(self, batch: Batch) -> Batch:
-        log_prob, zero = batch["rollout_log_prob"], torch.zeros(len(batch))
-        return Batch({"old_log_prob": log_prob, "log_prob_sum": log_prob.sums(), "entropy_sum": zero, "gap_sum": zero, "gap_max": zero})
+        log_prob = batch["rollout_log_prob"]
+        return Batch({"old_log_prob": log_prob, "log_prob_sum": log_prob.sums(), "entropy_sum": torch.zeros(len(batch)),
+                      **mismatch_columns(log_prob, log_prob)})
 
     @register(Protocol.DP)
     def compute_ref_log_prob(self, batch: Batch) -> Batch:
-        return Batch({"ref_log_prob": batch["old_log_prob"], "kl_sum": torch.zeros(len(batch))})
+        log_prob = batch["old_log_prob"]
+        return Batch({"ref_log_prob": log_prob, "ref_log_prob_sum": log_prob.sums(), "kl_sum": torch.zeros(len(batch))})
+
+    @register(Protocol.DP)
+    def compute_advantage(self, batch: Batch, *, estimator: Callable) -> Batch:
+        return estimator(batch, self._sum_over_ranks)
+
+    def _sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(values)
+        return values
 
     @register(Protocol.DP)
     def update_actor(self, batch: Batch) -> dict[str, float]:
@@ -98,6 +112,7 @@ class MeasuredTimer(PhaseTimer):
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--algorithm", default="grpo", help="grpo, or reinforce_pp for token-level advantages")
     parser.add_argument("--prompts", type=int, default=1024)
     parser.add_argument("--n", type=int, default=8, help="responses per prompt")
     parser.add_argument("--tokens", type=int, default=2048, help="tokens per response, on average")
@@ -116,7 +131,7 @@ def main() -> int:
 
 def configuration(arguments: argparse.Namespace, folder: str) -> Config:
     char_tokenizer(CHARACTERS).save_pretrained(folder)
-    config = Config()
+    config = load_config([f"algorithm={arguments.algorithm}"]).config
     config.actor.model.path = folder
     config.reward.function = "hybridflow.rewards.tasks.addition:score"  # costs nothing: what is left is the way to it and back
     config.rollout.n, config.rollout.max_response_length = arguments.n, arguments.tokens * 3 // 2
@@ -132,7 +147,9 @@ def measure(config: Config, cluster: Cluster, arguments: argparse.Namespace) -> 
     group = cluster.worker_group({"actor": ready, "reference": ready}, layout=Layout(arguments.ranks), generation=generation)
     rewards = cluster.worker_group({"reward": (RewardWorker, {"config": config})}, layout=Layout(1), pool=ResourcePool([1], "cpu"))
     timer = MeasuredTimer()
-    flow = Flow(config, timer, group.role("actor"), group.role("reference"), RewardSources(rewards.role("reward"), {}))
+    algorithm = get_algorithm(arguments.algorithm)
+    flow = Flow(config, timer, group.role("actor"), group.role("reference"), RewardSources(rewards.role("reward"), {}),
+                controllers=algorithm.controllers(config))
     group.role("actor").prepare(draw(arguments, 0).batch, n=arguments.n).get()
     steps = []
     for step in range(arguments.steps + 1):
@@ -143,7 +160,7 @@ def measure(config: Config, cluster: Cluster, arguments: argparse.Namespace) -> 
         flow.step = step + 1
         with timer.phase("draw"):
             prompts = draw(arguments, 0)
-        get_algorithm("grpo").step(flow, prompts)
+        algorithm.step(flow, prompts)
         timer._note("")
         seconds = timer.finish_step()
         steps.append({name: (1000 * seconds[f"seconds/{name}"], timer.bytes.get(name, 0)) for name in timer.bytes})
@@ -162,7 +179,7 @@ def draw(arguments: argparse.Namespace, first: int) -> Prompts:
 def report(phases: dict[str, tuple[float, int]], arguments: argparse.Namespace) -> int:
     rows = arguments.prompts * arguments.n
     tokens = rows * arguments.tokens
-    print(f"{rows} responses x {arguments.tokens} tokens, {arguments.ranks} ranks, {os.cpu_count()} cores, "
+    print(f"{arguments.algorithm}, {rows} responses x {arguments.tokens} tokens, {arguments.ranks} ranks, {os.cpu_count()} cores, "
           f"{time.strftime('%Y-%m-%d')}, {Path(__file__).name}")
     print(f"{'phase':<14}{'ms':>10}{'KiB through the driver':>26}")
     for name, (milliseconds, size) in phases.items():
