@@ -52,7 +52,7 @@ def _trained_from(config: Path) -> str | None:
     path = OmegaConf.select(OmegaConf.load(config), "actor.model.path")
     if path and Path(path).is_dir():
         return str(path)
-    print(f"note: {path}, which the run started from, is not on this machine; the weights are checked without it")
+    print(f"note: there is no {path}, from which the run started, in {Path.cwd()}; the weights are checked without it (or give --source)")
     return None
 
 

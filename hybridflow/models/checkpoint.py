@@ -62,7 +62,7 @@ def _checked_files(
     path: str | Path, problems: list[str], parameters: Mapping[str, ShardParameter], expected: Shapes | None, ignored: Collection[str]
 ) -> TensorFiles:
     files = TensorFiles(path)
-    problems = problems + _file_problems(files.tensors, parameters, expected, ignored)
+    problems = problems + file_problems(files.tensors, parameters, expected, ignored)
     if problems:
         raise ModelError(f"{path} does not fit the model:\n  " + "\n  ".join(problems))
     return files
@@ -107,7 +107,7 @@ def _parameter_problems(parameters: Mapping[str, ShardParameter], tensors: Mappi
     return problems
 
 
-def _file_problems(
+def file_problems(
     found: Mapping[str, TensorInfo], parameters: Mapping[str, ShardParameter], expected: Shapes | None, ignored: Collection[str]
 ) -> list[str]:
     """Differences between the files and the model. Without `expected`, only what the pieces need is known."""

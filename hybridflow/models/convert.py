@@ -13,6 +13,7 @@ import torch
 from hybridflow.errors import ExportError, ModelError
 from hybridflow.models.checkpoint import FILE_BYTES, logical_tensors
 from hybridflow.models.forward import forward_difference
+from hybridflow.models.inspect import inspect_model
 from hybridflow.models.model_folder import ModelFolderWriter
 from hybridflow.models.settings import read_hf_config
 from hybridflow.models.tensor_files import DTYPES, TensorInfo, describe
@@ -46,10 +47,9 @@ def convert(
     Host memory: one tensor while writing, then one model in float32. Leaves `to` as it was, and raises ModelError when
     the model cannot be exported, ExportError when that failed.
     """
-    found = describe(model)
-    weights = _weights(model, found)
+    weights, found = inspect_model(model), describe(model)
     if source is not None:
-        _compare_with_source(model, found, source)
+        _compare_with_source(model, weights, source)
     kind = dtype or _one_dtype(model, found, weights)
     tensors = logical_tensors(model, weights.logical)
     writer = ModelFolderWriter(to, model, weights.logical, kind, head=weights.head, file_bytes=file_bytes, replace=replace)
@@ -77,10 +77,6 @@ def _write(writer: ModelFolderWriter, model: str, tensors: Iterator[tuple[str, t
     return moved[0]
 
 
-def _weights(model: str, found: Mapping[str, TensorInfo]) -> WeightMap:
-    return weight_map(read_hf_config(model), head="scalar" if "score.weight" in found else "lm")
-
-
 def _one_dtype(model: str, found: Mapping[str, TensorInfo], weights: WeightMap) -> torch.dtype:
     codes = sorted({info.dtype for name, info in found.items() if name in weights.logical})
     if len(codes) > 1:
@@ -96,12 +92,13 @@ def _rounded(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tenso
     return result
 
 
-def _compare_with_source(model: str, found: Mapping[str, TensorInfo], source: str) -> None:
+def _compare_with_source(model: str, weights: WeightMap, source: str) -> None:
     """Raises ModelError listing every tensor and every configuration field in which the model is not the source's."""
-    wanted = weight_map(read_hf_config(source), head="scalar" if "score.weight" in found else "lm").logical
+    wanted, found = weight_map(read_hf_config(source), head=weights.head).logical, weights.logical
     problems = [f"missing: {name} {list(shape)}" for name, shape in wanted.items() if name not in found]
-    problems += [f"misshaped: {name} is {list(found[name].shape)}, {list(shape)} in the source" for name, shape in wanted.items()
-                 if name in found and found[name].shape != shape]  # fmt: skip
+    problems += [f"surplus: {name} {list(shape)}" for name, shape in found.items() if name not in wanted]
+    problems += [f"misshaped: {name} is {list(found[name])}, {list(shape)} in the source" for name, shape in wanted.items()
+                 if found.get(name, shape) != shape]  # fmt: skip
     ours, theirs = _fields(model), _fields(source)
     differ = sorted(key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key))
     problems += [f"config.json: {key} is {ours.get(key)!r}, {theirs.get(key)!r} in the source" for key in differ]

@@ -11,13 +11,14 @@ from hybridflow.algorithms.base import Algorithm
 from hybridflow.algorithms.registry import get_algorithm
 from hybridflow.config.layout import GenerationLayout
 from hybridflow.config.placement import Placement
-from hybridflow.config.roles import generates, uses_function
+from hybridflow.config.roles import generates, model_roles, uses_function
 from hybridflow.config.schema import Config
 from hybridflow.data.preferences import DATASETS
 from hybridflow.data.prompts import PromptDataset
 from hybridflow.data.sampler import PromptSampler
 from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.errors import ConfigError, RewardError
+from hybridflow.models.inspect import inspect_model
 from hybridflow.rewards.check import check_reward_function
 from hybridflow.trainer.check import Report, check
 
@@ -51,6 +52,8 @@ def prepare(config: Config, world: int) -> Prepared:
     report = check(config, world)
     if report.problems:
         raise ConfigError(report.problems)
+    for path in sorted({role.settings.model.path for role in model_roles(config) if not role.is_judge}):
+        inspect_model(path)
     algorithm = get_algorithm(config.algorithm.name)
     tokenizer = load_tokenizer(config.actor.model)
     rl = generates(config)

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import ray
+import torch
+from safetensors.torch import load_file, save_file
 
 from launch.train import main
 from tests.e2e.launching import Launcher
@@ -97,6 +99,23 @@ def test_unknown_policy(launcher: Launcher, capsys: pytest.CaptureFixture[str]) 
 def test_heads_that_do_not_divide(launcher: Launcher, capsys: pytest.CaptureFixture[str], files: Path) -> None:
     message = refused(launcher, capsys, ranks=2, actor__model__path=files / "nine_heads", actor__parallel__tp=2)
     assert "actor.parallel.tp=2" in message and "9" in message and "3" in message
+
+
+@pytest.mark.parametrize("name, expected", [
+    ("gelu", ["hidden_act 'gelu' is not supported"]),
+    ("partial", ["missing: model.norm.weight [32]", "surplus: extra [2]"]),
+])
+def test_a_model_that_cannot_be_trained(
+    launcher: Launcher, capsys: pytest.CaptureFixture[str], files: Path, name: str, expected: list[str]
+) -> None:
+    folder = make_tiny_model(files / name, layers=2, hidden_act="gelu" if name == "gelu" else "silu")
+    if name == "partial":
+        state = load_file(f"{folder}/model.safetensors")
+        del state["model.norm.weight"]
+        save_file(state | {"extra": torch.zeros(2)}, f"{folder}/model.safetensors")
+    message = refused(launcher, capsys, actor__model__path=folder)
+    for part in expected:
+        assert part in message, (part, message)
 
 
 @pytest.mark.parametrize("function, expected", [

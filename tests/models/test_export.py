@@ -39,13 +39,14 @@ def pool() -> Iterator[RankPool]:
         yield ranks
 
 
-@pytest.fixture(scope="module", params=["llama-tied", "qwen2-untied"])
+@pytest.fixture(scope="module", params=["llama-tied", "mistral-untied", "qwen2-untied", "qwen3-tied"])
 def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     family, tied = request.param.split("-")
     seed = int(torch.randint(1 << 30, ()))
     folder = tmp_path_factory.mktemp("source")
     template = "{{ messages[0]['content'] }}"
-    make_tiny_model(folder, family, heads=8, kv_heads=4, hidden=48, tied=tied == "tied", seed=seed, chat_template=template)
+    make_tiny_model(folder, family, heads=8, kv_heads=4, hidden=48, tied=tied == "tied", seed=seed, chat_template=template,
+                    **({"head_dim": 12} if family in ("mistral", "qwen3") else {}))
     return folder
 
 
@@ -100,15 +101,17 @@ def test_several_files_and_a_second_trip(pool: RankPool, source: Path, tmp_path:
     assert index["weight_map"].keys() == stored(source).keys()
 
 
-def test_bfloat16_model(pool: RankPool, source: Path, tmp_path: Path) -> None:
-    """bfloat16 tensors go out as bfloat16 and config.json says so; a bfloat16 source then round-trips to the byte."""
+def test_half_precision_model(pool: RankPool, source: Path, tmp_path: Path) -> None:
+    """Tensors go out in the dtype they have and config.json says so; a source in half precision then round-trips to the byte."""
     half, again = tmp_path / "half", tmp_path / "again"
-    assert pool.run(round_trip, str(source), str(half), LAYOUTS["tp2pp2"], torch.bfloat16) == [None] * 4
+    before = json.loads((source / "config.json").read_text())
+    dtype = torch.bfloat16 if before["model_type"] in ("llama", "qwen2") else torch.float16
+    assert pool.run(round_trip, str(source), str(half), LAYOUTS["tp2pp2"], dtype) == [None] * 4
     for name, tensor in stored(source).items():
-        assert torch.equal(stored(half)[name], tensor.to(torch.bfloat16)), name
-    before, after = (json.loads((folder / "config.json").read_text()) for folder in (source, half))
-    assert after.pop("dtype") == "bfloat16" and before.pop("dtype") == "float32" and before == after
-    assert pool.run(round_trip, str(half), str(again), LAYOUTS["tp1pp4"], torch.bfloat16) == [None] * 4
+        assert torch.equal(stored(half)[name], tensor.to(dtype)), name
+    after = json.loads((half / "config.json").read_text())
+    assert after.pop("dtype") == str(dtype).removeprefix("torch.") and before.pop("dtype") == "float32" and before == after
+    assert pool.run(round_trip, str(half), str(again), LAYOUTS["tp1pp4"], dtype) == [None] * 4
     assert_same_model(half, again)
 
 
