@@ -49,7 +49,11 @@ class Flow:
     actor: RoleHandle
     reference: RoleHandle | None = None
     reward: RewardSources | None = None
+    critic: RoleHandle | None = None
+    cost: RewardSources | None = None
+    cost_critic: RoleHandle | None = None
     draw: Callable[[int], Prompts] | None = None  # so many further prompts, for steps that replace some of theirs
+    pretrain: Callable[[int, int], ShardedBatch] | None = None  # rows of data.ptx_files for optimizer step i of step s
     controllers: dict[str, Controller] = field(default_factory=dict)
     step: int = 0  # number of the current step, from 1
     version: int = 0  # stamp of the weights the rollout engine holds

@@ -9,12 +9,16 @@ import torch
 
 from hybridflow.algorithms.advantages import overlong_penalty, zero_variance_share
 from hybridflow.algorithms.base import Flow, Prompts, StepOutput
+from hybridflow.algorithms.lagrange import LagrangianAdvantages
 from hybridflow.algorithms.minibatch import mini_batches
 from hybridflow.algorithms.summary import mean_of, rollout_metrics
 from hybridflow.algorithms.token_advantages import TokenAdvantages
+from hybridflow.algorithms.value_loss import critic_metrics
 from hybridflow.cluster.sharded import ShardedBatch
+from hybridflow.cluster.worker_group import Future, RoleHandle
 from hybridflow.config.schema import Config
 from hybridflow.data.batch import FINISH_LENGTH
+from hybridflow.errors import RewardError
 from hybridflow.rewards.sources import PendingReward
 
 
@@ -37,6 +41,11 @@ def start_rewards(flow: Flow, batch: ShardedBatch, prompts: Prompts) -> PendingR
     return flow.reward.compute_reward(batch, prompts)
 
 
+def start_costs(flow: Flow, batch: ShardedBatch, prompts: Prompts) -> PendingReward:
+    """Costs of the responses, computed as the rewards are."""
+    return flow.cost.compute_reward(batch, prompts)
+
+
 def add_log_probs(flow: Flow, batch: ShardedBatch) -> ShardedBatch:
     """Adds old_log_prob (the trainer's, under the weights that sampled), and where there is a reference ref_log_prob and kl_sum."""
     with flow.timer.phase("log_prob"):
@@ -53,6 +62,22 @@ def add_rewards(flow: Flow, batch: ShardedBatch, rewards: PendingReward) -> tupl
         scores, (counts,) = rewards.get()
     batch = batch.union(scores)
     return batch.with_columns(score=shaped(batch, flow.config), trained=trained_rows(batch, flow.config)), counts
+
+
+def add_costs(flow: Flow, batch: ShardedBatch, costs: PendingReward) -> tuple[ShardedBatch, dict[str, float]]:
+    """Adds cost; responses without one are not trained on. The multiplier learns of the mean cost before it weighs this step."""
+    with flow.timer.phase("cost"):
+        scored, (counts,) = costs.get()
+    cost_B, multiplier = scored["reward"], flow.controllers["multiplier"]
+    known_B = ~cost_B.isnan()
+    if not known_B.any():
+        raise RewardError(f"none of the {len(cost_B)} responses has a cost: look at what the cost function returned")
+    mean = cost_B[known_B].double().mean().item()
+    multiplier.update(mean)
+    metrics = {"cost/mean": mean, "cost/above_limit": (cost_B[known_B] > multiplier.limit).double().mean().item(),
+               "cost/multiplier": multiplier.value}
+    counted = {name.replace("reward", "cost", 1): value for name, value in counts.items()}
+    return batch.with_columns(cost=cost_B, trained=batch["trained"] * known_B), counted | metrics
 
 
 def shaped(batch: ShardedBatch, config: Config) -> torch.Tensor:
@@ -77,13 +102,30 @@ def penalised(flow: Flow, batch: ShardedBatch) -> torch.Tensor:
     return batch["score"]
 
 
+def add_values(flow: Flow, batch: ShardedBatch, *values: Future) -> ShardedBatch:
+    """Adds what critics were asked for: a ragged column of values each."""
+    with flow.timer.phase("values"):
+        for future in values:
+            batch = batch.union(future.get())
+    return batch
+
+
+def reward_kl_coef(flow: Flow) -> float:
+    """Coefficient of the KL penalty in the reward; 0 where it is in the loss, or where there is no reference."""
+    return flow.controllers["kl"].coefficient if flow.config.algorithm.kl_in == "reward" and flow.reference is not None else 0.0
+
+
 def add_token_advantages(flow: Flow, batch: ShardedBatch, *, lam: float) -> ShardedBatch:
-    """Adds advantage per token (and returns, where the batch has values), whitened over the batch; computed by the actor's ranks."""
+    """Adds advantage per token (and returns, where the batch has values), whitened over the batch."""
     algorithm = flow.config.algorithm
-    kl_coef = flow.controllers["kl"].coefficient if algorithm.kl_in == "reward" and flow.reference is not None else 0.0
-    names = ("reward", "score", "trained", "old_log_prob", "ref_log_prob", "values", "token_reward", "prompt_length", "response_length")
+    return add_advantages(flow, batch, TokenAdvantages(algorithm.gamma, lam, reward_kl_coef(flow), algorithm.kl_estimator))
+
+
+def add_advantages(flow: Flow, batch: ShardedBatch, estimator: TokenAdvantages | LagrangianAdvantages) -> ShardedBatch:
+    """Adds the estimator's columns, computed by the actor's ranks."""
+    names = ("reward", "score", "cost", "trained", "old_log_prob", "ref_log_prob", "values", "cost_values", "token_reward",
+             "prompt_length", "response_length")
     needed = batch.only(*(name for name in names if name in batch))
-    estimator = TokenAdvantages(algorithm.gamma, lam, kl_coef, algorithm.kl_estimator)
     with flow.timer.phase("advantage"):
         return batch.union(flow.actor.compute_advantage(needed, estimator=estimator).get())
 
@@ -92,6 +134,27 @@ def update_actor(flow: Flow, batch: ShardedBatch) -> dict[str, float]:
     """All optimizer steps of the rollout; returns the mean of their metrics."""
     with flow.timer.phase("update"):
         return mean_of([flow.actor.update_actor(mini).first() for mini in mini_batches(batch, flow.config, flow.step)])
+
+
+def update_with_critics(flow: Flow, batch: ShardedBatch, **critics: RoleHandle) -> dict[str, float]:
+    """All optimizer steps of the rollout, of the critics and, after critic.warmup_steps, of the actor; means of their metrics.
+
+    Everything is sent before anything is waited for: roles with processes of their own work side by side.
+    """
+    trains_actor = flow.step > flow.config.critic.warmup_steps
+    actor: list[Future] = []
+    learned: dict[str, list[Future]] = {name: [] for name in critics}
+    with flow.timer.phase("update"):
+        for number, mini in enumerate(mini_batches(batch, flow.config, flow.step)):
+            for name, critic in critics.items():
+                learned[name].append(critic.update_critic(mini))
+            if trains_actor:
+                pretrain = {"pretrain": flow.pretrain(flow.step, number)} if flow.pretrain is not None else {}
+                actor.append(flow.actor.update_actor(mini, **pretrain))
+        metrics = mean_of([update.first() for update in actor]) if actor else {"updates": 0.0}
+        for name, updates in learned.items():
+            metrics |= critic_metrics(mean_of([update.first() for update in updates]), name)
+    return metrics
 
 
 def finish(flow: Flow, batch: ShardedBatch, *metrics: dict[str, float], prompts: Prompts | None = None) -> StepOutput:

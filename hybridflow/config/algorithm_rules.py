@@ -11,13 +11,14 @@ def algorithm_problems(config: Config) -> list[str]:
     facts = ALGORITHMS.get(config.algorithm.name)
     if facts is None:
         return []
-    return _group_problems(config) + (_kl_problems(config.algorithm) + _loss_problems(config) if facts.generates else [])
+    return _group_problems(config) + (_kl_problems(config.algorithm) + _loss_problems(config) if facts.generates else []) + (
+        _critic_problems(config) if "critic" in facts.roles else []) + (_cost_problems(config) if "cost" in facts.roles else [])
 
 
 def unread_settings(config: Config) -> list[str]:
     """Settings that were changed although this algorithm does not read them."""
     facts, default = ALGORITHMS.get(config.algorithm.name), AlgorithmConfig()
-    changed = [name for name in (facts.unread if facts else ()) if getattr(config.algorithm, name) != getattr(default, name)]
+    changed = [name for name in (facts.ignored if facts else ()) if getattr(config.algorithm, name) != getattr(default, name)]
     return [f"algorithm.{name}={getattr(config.algorithm, name)} has no effect with algorithm.name={config.algorithm.name}."
             for name in changed]
 
@@ -51,4 +52,25 @@ def _loss_problems(config: Config) -> list[str]:
                         "algorithm.clip_high already; use null.")
     if algorithm.policy_loss == "cispo" and algorithm.ratio == "sequence":
         problems.append("algorithm.ratio=sequence with algorithm.policy_loss=cispo: CISPO weighs tokens; use algorithm.ratio=token.")
+    return problems
+
+
+def _critic_problems(config: Config) -> list[str]:
+    warmup, steps = config.critic.warmup_steps, config.trainer.steps
+    if steps is not None and warmup >= steps:
+        return [f"critic.warmup_steps={warmup} with trainer.steps={steps}: the actor would never be trained; nearest that works: "
+                f"{steps - 1}."]
+    return []
+
+
+def _cost_problems(config: Config) -> list[str]:
+    cost, algorithm, problems = config.cost, config.algorithm, []
+    if cost.multiplier > cost.multiplier_max:
+        problems.append(f"cost.multiplier={cost.multiplier}: above cost.multiplier_max={cost.multiplier_max}; nearest that works: "
+                        f"{cost.multiplier_max}.")
+    if algorithm.ptx_coef > 0 and not config.data.ptx_files:
+        problems.append(f"algorithm.ptx_coef={algorithm.ptx_coef}: needs responses to keep likely; set data.ptx_files, or use 0.")
+    if config.data.ptx_files and algorithm.ptx_coef == 0:
+        problems.append(f"data.ptx_files={config.data.ptx_files} with algorithm.ptx_coef=0: they would not be read; set "
+                        "algorithm.ptx_coef, or remove them.")
     return problems

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 ROLLOUT = ("actor", "reward")  # roles of an algorithm that generates and scores
+CRITIC = (*ROLLOUT, "critic")
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,11 @@ class AlgorithmFacts:
     min_n: int = 1
     min_n_reason: str = ""
     unread: tuple[str, ...] = ()
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """`unread`, and what only algorithms with a critic, or with a cost, read."""
+        return (*self.unread, *(() if "critic" in self.roles else ("lam",)), *(() if "cost" in self.roles else ("ptx_coef",)))
 
 
 _GROUP = "the baseline comes from the other responses to the prompt, so every advantage would be 0"
@@ -41,6 +47,8 @@ ALGORITHMS: dict[str, AlgorithmFacts] = {
     "remax": AlgorithmFacts(ROLLOUT, unread=("advantage_norm", *_OF_TOKENS, *_REFILL)),
     "reinforce_pp": AlgorithmFacts(ROLLOUT, unread=("advantage_norm", *_REFILL)),
     "reinforce_pp_baseline": _group(*_OF_TOKENS, *_REFILL),
+    "ppo": AlgorithmFacts(CRITIC, unread=("advantage_norm", *_REFILL)),
+    "safe_rlhf": AlgorithmFacts((*CRITIC, "cost", "cost_critic"), unread=("advantage_norm", *_REFILL)),
     "dapo": _group(*_OF_TOKENS),
     "gspo": _group(*_OF_TOKENS, *_REFILL),
     "cispo": _group(*_OF_TOKENS, *_REFILL),

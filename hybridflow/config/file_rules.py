@@ -23,7 +23,8 @@ def file_problems(config: Config) -> list[str]:
             problems += list(_weight_problems(f"{role.section}.model.path", role.settings.model.path))
     if config.data.train_files != MISSING:
         problems += _data_problems("data.train_files", config.data.train_files)
-    return problems + _data_problems("data.val_files", config.data.val_files) + _run_folder_problems(config)
+    problems += _data_problems("data.val_files", config.data.val_files) + _data_problems("data.ptx_files", config.data.ptx_files)
+    return problems + _run_folder_problems(config)
 
 
 def _model_problems(key: str, model: ModelConfig) -> Iterator[str]:

@@ -213,7 +213,8 @@ def _resolve(composed: DictConfig, sources: dict[str, str]) -> tuple[Config, dic
         except OmegaConfBaseException as error:
             problems.append(f"{key}={written}: {_first_line(error)}")
             continue
-        if isinstance(written, str) and written.startswith("${") and (origin := sources.get(key) or sources.get(written[2:-1])):
+        if isinstance(written, str) and written.startswith("${") and (origin := sources.get(key) or sources.get(written[2:-1])
+                                                                          or derived.get(written[2:-1])):
             derived[key] = f"{origin}, as {written}"
     if problems:
         raise ConfigError(problems)

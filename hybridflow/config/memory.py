@@ -40,13 +40,14 @@ def _padded(facts: ModelFacts, tp: int) -> int:
     return -(-facts.vocab // multiple) * multiple
 
 
-def training_parameters(facts: ModelFacts, tp: int, pp: int, ep: int = 1, etp: int = 1) -> int:
-    """Parameters of the rank that holds most."""
+def training_parameters(facts: ModelFacts, tp: int, pp: int, ep: int = 1, etp: int = 1, scalar: bool = False) -> int:
+    """Parameters of the rank that holds most. scalar: the output layer is one row."""
     layer = facts.layer_parameters(tp, ep=ep, etp=etp)
     vocabulary = _padded(facts, tp) // tp * facts.hidden
+    output = 0 if facts.tied and pp == 1 else vocabulary  # the output layer may be a copy of the embedding
     stages = [len(stage[0]) * layer for stage in stage_layers(facts.layers, pp)]
     stages[0] += vocabulary
-    stages[-1] += facts.hidden + (0 if facts.tied and pp == 1 else vocabulary)  # the output layer may be a copy of the embedding
+    stages[-1] += facts.hidden + (facts.hidden if scalar else output)
     return max(stages)
 
 
@@ -112,7 +113,7 @@ def _title(role: ModelRole) -> str:
 def _state(role: ModelRole, ranks: int, facts: ModelFacts) -> dict[str, int]:
     """What a role holds on its fullest rank: weights, and gradients and optimizer state if it is trained."""
     parallel, width = role.settings.parallel, BYTES[role.settings.model.dtype]
-    parameters = training_parameters(facts, parallel.tp, parallel.pp, parallel.ep, parallel.etp)
+    parameters = training_parameters(facts, parallel.tp, parallel.pp, parallel.ep, parallel.etp, scalar=role.scalar)
     prefix = "" if role.section == "actor" else f"{role.name} "
     if not role.trained:
         return {f"{prefix}weights": parameters * width}
@@ -127,7 +128,7 @@ def _while_generating(config: Config, states: dict[ModelRole, dict[str, int]], f
         if role.own_ranks or _parked(role):
             continue
         offloaded = role.trained and role.settings.offload
-        parts |= {name: size for name, size in state.items() if not offloaded or (role.section == "actor" and name == "weights")}
+        parts |= {name: size for name, size in state.items() if not offloaded or name.endswith("weights")}
     own, parallel = generation_parameters(facts, config.rollout.tp, config.rollout.ep), config.actor.parallel
     if config.rollout.alias_weights == "auto" and facts.experts is None:  # of a model with experts little is shared: not counted
         own -= shared_parameters(facts, parallel.tp, parallel.pp, config.rollout.tp)

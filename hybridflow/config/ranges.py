@@ -22,11 +22,12 @@ _BOUNDS = {
 
 
 def range_problems(config: Config) -> list[str]:
-    """Every value outside the range of its field."""
-    problems = []
+    """Every value outside the range of its field; one that only follows another (schema.like) is named once, where it was set."""
+    problems, default = [], Config()
     for key, leaf in keys.leaves().items():
-        value = value_at(config, key)
-        if value is None or value == MISSING:
+        value, written = value_at(config, key), value_at(default, key)
+        follows = isinstance(written, str) and written.startswith("${") and value == value_at(config, written[2:-1])
+        if value is None or value == MISSING or follows:
             continue
         problem = range_problem(value, leaf.metadata)
         if problem:

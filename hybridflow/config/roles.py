@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from omegaconf import MISSING
 
 from hybridflow.config.algorithms import ALGORITHMS, GENERATING
-from hybridflow.config.reward_models import SECTION, JudgeConfig, ScorerConfig, valid_reward_models
-from hybridflow.config.schema import ActorConfig, Config, PlacedConfig
+from hybridflow.config.reward_models import SECTION, JudgeConfig, RewardModelConfig, ScorerConfig, valid_reward_models
+from hybridflow.config.schema import ActorConfig, Config, CriticConfig, PlacedConfig
 
 
 def generates(config: Config) -> bool:
@@ -23,6 +23,12 @@ def uses_reference(config: Config) -> bool:
     return wanted == "always" or (wanted == "kl" and (config.algorithm.kl_coef > 0 or config.algorithm.track_kl))
 
 
+def has_role(config: Config, name: str) -> bool:
+    """True if every run of the algorithm holds that role."""
+    facts = ALGORITHMS.get(config.algorithm.name)
+    return facts is not None and name in facts.roles
+
+
 @dataclass(frozen=True, eq=False)
 class ModelRole:
     """A role with a model on the ranks. section: where its settings are."""
@@ -34,6 +40,11 @@ class ModelRole:
     @property
     def trained(self) -> bool:
         return hasattr(self.settings, "optimizer")
+
+    @property
+    def scalar(self) -> bool:
+        """True if its output is one number per token, not a distribution."""
+        return isinstance(self.settings, (CriticConfig, RewardModelConfig))
 
     @property
     def evaluation_budget(self) -> int:
@@ -65,6 +76,10 @@ def model_roles(config: Config) -> list[ModelRole]:
         roles.append(ModelRole("reference", "reference", config.reference))
     if generates(config):
         roles += [ModelRole(scorer_role(name), f"{SECTION}.{name}", settings) for name, settings in valid_reward_models(config).items()]
+    if has_role(config, "critic"):
+        roles.append(ModelRole("critic", "critic", config.critic))
+    if has_role(config, "cost_critic"):
+        roles.append(ModelRole("cost_critic", "cost.critic", config.cost.critic))
     return roles
 
 

@@ -6,8 +6,8 @@ of a value beside it; config/ranges.py checks it. Rules between several values a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, get_type_hints
 
 from omegaconf import MISSING
 
@@ -21,7 +21,13 @@ def setting(default: Any, **limits: Any) -> Any:
 
 def like(section: type, key: str) -> Any:
     """A section whose every value follows that of the section `key`, unless it is set."""
-    return field(default_factory=lambda: section(**{entry.name: f"${{{key}.{entry.name}}}" for entry in fields(section)}))
+    return field(default_factory=lambda: _following(section, key))
+
+
+def _following(section: type, key: str) -> Any:
+    types = get_type_hints(section)
+    values = {entry.name: f"{key}.{entry.name}" for entry in fields(section)}
+    return section(**{name: _following(types[name], at) if is_dataclass(types[name]) else f"${{{at}}}" for name, at in values.items()})
 
 
 @dataclass
@@ -98,6 +104,18 @@ class DeadlineConfig:
     onload: float = setting(300.0, above=0)  # gradients and optimizer state back to the device
 
 
+class CriticConfig(PlacedConfig):
+    """The value model of PPO and Safe-RLHF; its model may be a language model or a sequence-classification checkpoint."""
+
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
+    max_tokens_per_micro_batch: int = setting(16384, minimum=1)  # token budget of one packed micro-batch with gradients
+    value_max_tokens_per_micro_batch: int = setting(32768, minimum=1)  # the same without gradients
+    recompute: str = setting("none", choices=("none", "selective", "full"))  # activation recomputation
+    offload: bool = False  # move gradients and optimizer state to host memory while generating
+    clip_value: float | None = setting(0.2, above=0)  # bound of a value's change against the rollout's; null: no clipping
+    warmup_steps: int = setting(0, minimum=0)  # first steps of the run that train the critic alone, not the actor
+
+
 @dataclass
 class RolloutConfig:
     n: int = setting(8, minimum=1)  # responses per prompt
@@ -138,6 +156,17 @@ class RewardConfig:
 
 
 @dataclass
+class CostConfig(RewardConfig):
+    """Safe-RLHF: what a response costs (the function's score), and the limit the mean cost is held to."""
+
+    critic: CriticConfig = like(CriticConfig, "critic")  # the value model of costs
+    limit: float = 0.0  # mean cost per response that is allowed
+    multiplier: float = setting(1.0, above=0)  # Lagrange multiplier at the start
+    multiplier_lr: float = setting(0.1, above=0)  # its learning rate in log space
+    multiplier_max: float = setting(20.0, above=0)  # it never rises above
+
+
+@dataclass
 class AlgorithmConfig:
     name: str = setting("grpo", choices=NAMES)  # algorithm=NAME also takes the settings of configs/algorithm/NAME.yaml
     update_epochs: int = setting(1, minimum=1)  # passes over one rollout
@@ -145,6 +174,7 @@ class AlgorithmConfig:
     # scale of group advantages: the group's standard deviation, the batch's, or none
     advantage_norm: str = setting("group", choices=("group", "batch", "none"))
     gamma: float = setting(1.0, above=0, maximum=1)  # discount per token where advantages are made token by token
+    lam: float = setting(1.0, minimum=0, maximum=1)  # lambda of GAE, where there is a critic
     # clip: clipped surrogate of PPO; cispo: clipped weight, no gradient through it
     policy_loss: str = setting("clip", choices=("clip", "cispo"))
     ratio: str = setting("token", choices=("token", "sequence"))  # sequence: geometric mean over the response (GSPO)
@@ -168,6 +198,7 @@ class AlgorithmConfig:
     mask_truncated: bool = False  # responses that hit rollout.max_response_length are not trained on
     overlong_buffer: int = setting(0, minimum=0)  # last tokens of rollout.max_response_length over which a penalty grows; 0: off
     overlong_penalty: float = setting(1.0, minimum=0)  # taken off the reward of a response of full length
+    ptx_coef: float = setting(0.0, minimum=0)  # Safe-RLHF: weight of the likelihood of data.ptx_files in the actor's loss
     max_refills: int = setting(0, minimum=0)  # DAPO: further draws of prompts in place of groups with equal rewards; 0: keep them
 
 
@@ -193,6 +224,8 @@ class DataConfig:
     val_batch_size: int | None = setting(None, minimum=1)  # prompts per validation call; null: all
     max_val_samples: int | None = setting(None, minimum=1)
     shuffle: bool = True
+    ptx_files: list[str] = field(default_factory=list)  # prompts with responses whose likelihood is kept up (algorithm.ptx_coef)
+    ptx_batch_size: int = setting(16, minimum=1)  # rows of them beside each mini-batch
 
 
 @dataclass
@@ -223,9 +256,11 @@ class Config:
     engine_type: str = setting("megatron", choices=("megatron", "fsdp"))  # training engine
     actor: ActorConfig = field(default_factory=ActorConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     reward_models: dict[str, Any] = field(default_factory=dict)  # name -> settings (config/reward_models.py) or model folder
+    cost: CostConfig = field(default_factory=CostConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     data: DataConfig = field(default_factory=DataConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)

@@ -16,7 +16,7 @@ from hybridflow.config.optimizer_rules import optimizer_problems
 from hybridflow.config.placement import actor_ranks, ranks_of
 from hybridflow.config.ranges import missing_problems, range_problems
 from hybridflow.config.reward_models import reward_model_problems
-from hybridflow.config.roles import generates, model_roles
+from hybridflow.config.roles import generates, has_role, model_roles
 from hybridflow.config.schema import Config
 
 _ARITHMETIC = re.compile(r"(\w+\.)+parallel\.|(\w+\.)+ranks=|rollout\.(n|tp|max_\w+)=|data\.(train_batch_size|max_\w+)=|algorithm\.mini_")
@@ -48,7 +48,8 @@ def validate(config: Config, world: int, facts: ModelFacts | None, others: Mappi
 
 def required_keys(config: Config) -> list[str]:
     """The settings without a default that this run needs."""
-    return ["actor.model.path", "data.train_files"] + (["reward.function"] if generates(config) and not config.reward_models else [])
+    scored = (["reward.function"] if generates(config) and not config.reward_models else [])
+    return ["actor.model.path", "data.train_files", *scored, *(["cost.function"] if has_role(config, "cost") else [])]
 
 
 def _sizes_in_range(in_range: list[str]) -> bool:
@@ -112,11 +113,10 @@ def _sampling_problems(config: Config) -> list[str]:
 
 
 def _reward_problems(config: Config) -> list[str]:
-    function = config.reward.function
-    problems = reward_model_problems(config)
-    if function in ("???", "") or _FUNCTION.fullmatch(function):
-        return problems
-    return problems + [f"reward.function={function}: expected package.module:name, an importable function such as my_rewards.sums:exact."]
+    functions = {"reward.function": config.reward.function} | ({"cost.function": config.cost.function} if has_role(config, "cost") else {})
+    return reward_model_problems(config) + [
+        f"{key}={function}: expected package.module:name, an importable function such as my_rewards.sums:exact."
+        for key, function in functions.items() if function not in ("???", "") and not _FUNCTION.fullmatch(function)]
 
 
 def _supervised_problems(config: Config) -> list[str]:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from hybridflow.config import keys
 from hybridflow.config.algorithm_rules import unread_settings
 from hybridflow.config.batch_rules import GIB, kv_bytes_per_token, longest_sequence, rows_per_step
 from hybridflow.config.model_facts import ModelFacts
-from hybridflow.config.roles import generates
+from hybridflow.config.render import value_at
+from hybridflow.config.roles import generates, has_role, model_roles
 from hybridflow.config.schema import Config
 
 
 def warnings(config: Config) -> list[str]:
     """What a user should know about a valid configuration."""
-    return _schedule(config) + _validation(config) + unread_settings(config) + (_kl(config) if generates(config) else [])
+    found = _schedule(config) + _validation(config) + unread_settings(config) + unused_sections(config)
+    return found + (_kl(config) if generates(config) else [])
 
 
 def sequence_warning(config: Config, sequences_per_replica: int, facts: ModelFacts | None = None) -> list[str]:
@@ -40,18 +43,43 @@ def _kl(config: Config) -> list[str]:
 
 
 def _schedule(config: Config) -> list[str]:
-    optimizer, steps, found = config.actor.optimizer, config.trainer.steps, []
-    if optimizer.schedule == "constant" and optimizer.min_lr > 0:
-        found.append(f"actor.optimizer.min_lr={optimizer.min_lr} has no effect with actor.optimizer.schedule=constant.")
+    steps, found = config.trainer.steps, []
     if steps is not None and config.trainer.epochs != 1:
         found.append(f"trainer.epochs={config.trainer.epochs} has no effect with trainer.steps={steps}.")
-    if steps is not None:
-        rows = rows_per_step(config)
-        updates = steps * config.algorithm.update_epochs * (rows // (config.algorithm.mini_batch_size or rows))
-        if optimizer.warmup_steps >= updates:
-            found.append(f"actor.optimizer.warmup_steps={optimizer.warmup_steps}: the run has {updates} optimizer steps and never reaches "
-                         f"the peak, actor.optimizer.lr={optimizer.lr}.")
+    rows = rows_per_step(config)
+    updates = steps and steps * config.algorithm.update_epochs * (rows // (config.algorithm.mini_batch_size or rows))
+    for role in model_roles(config):
+        if not role.trained:
+            continue
+        optimizer, key = role.settings.optimizer, f"{role.section}.optimizer"
+        if optimizer.schedule == "constant" and optimizer.min_lr > 0:
+            found.append(f"{key}.min_lr={optimizer.min_lr} has no effect with {key}.schedule=constant.")
+        if updates is not None and optimizer.warmup_steps >= updates:
+            found.append(f"{key}.warmup_steps={optimizer.warmup_steps}: the run has {updates} optimizer steps and never reaches "
+                         f"the peak, {key}.lr={optimizer.lr}.")
     return found
+
+
+def unused_sections(config: Config) -> list[str]:
+    """Settings of roles that the algorithm does not have."""
+    default, found = Config(), []
+    for section, role in (("critic", "critic"), ("cost", "cost")):
+        if has_role(config, role):
+            continue
+        settings = [key for key in keys.leaves() if key.startswith(f"{section}.")]
+        changed = [key for key in settings if value_at(config, key) != _default(config, default, key)]
+        if changed:
+            found.append(f"{', '.join(changed)}: no effect with algorithm.name={config.algorithm.name}, which has no {role}.")
+    return found
+
+
+def _default(config: Config, default: Config, key: str) -> object:
+    """The value a key has when nobody set it, with what it follows."""
+    value = value_at(default, key)
+    while isinstance(value, str) and value.startswith("${"):
+        key = value[2:-1]
+        value = value_at(config, key)
+    return value
 
 
 def _validation(config: Config) -> list[str]:

@@ -4,9 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from hybridflow.algorithms.base import Prompts
 from hybridflow.cluster.sharded import ShardedBatch
 from hybridflow.data.prompts import PromptDataset
+
+
+def given_responses(dataset: PromptDataset, rows: int, seed: int, step: int, number: int) -> ShardedBatch:
+    """`rows` random rows of the dataset for optimizer step `number` of `step`: a function of (seed, step, number).
+
+    Adds ptx_weight: 1 / response tokens of all of them.
+    """
+    generator = torch.Generator().manual_seed(hash((seed, step, number)) % 2**63)
+    indices = torch.randint(len(dataset), (rows,), generator=generator).tolist()
+    batch = dataset.batch(indices, list(range(rows)))
+    tokens = max(int(batch["response_length"].sum()), 1)
+    return ShardedBatch.from_batch(batch.with_columns(ptx_weight=torch.full((rows,), 1.0 / tokens, dtype=torch.float64)))
 
 
 def draw(dataset: PromptDataset, indices: Sequence[int], prompt_ids: Sequence[int]) -> Prompts:

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 
 from hybridflow.algorithms.base import Flow, Prompts, StepOutput
 from hybridflow.algorithms.summary import prompt_and_response_tokens
+from hybridflow.cluster.sharded import ShardedBatch
 from hybridflow.config.roles import generates
 from hybridflow.errors import NumericsError, RunIncompleteError
 from hybridflow.observe.timer import PhaseTimer
 from hybridflow.rewards.monitors import reward_warnings
-from hybridflow.trainer.draw import draw
+from hybridflow.trainer.draw import draw, given_responses
 from hybridflow.trainer.journal import Journal
 from hybridflow.trainer.prepare import Prepared
 from hybridflow.trainer.roles import Roles
@@ -37,7 +38,8 @@ class Trainer:
         self.prepared, self.config, self.roles, self.journal = prepared, prepared.config, roles, journal
         self.rl = generates(self.config)
         self.timer = PhaseTimer(on_phase=journal.phase)
-        self.flow = Flow(self.config, self.timer, roles.actor, roles.get("reference"), roles.rewards, draw=self._draw,
+        self.flow = Flow(self.config, self.timer, roles.actor, roles.get("reference"), roles.rewards, roles.get("critic"), roles.costs,
+                         roles.get("cost_critic"), draw=self._draw, pretrain=self._pretrain if prepared.ptx else None,
                          controllers=prepared.algorithm.controllers(self.config))
         self.history: list[dict[str, float]] = []
 
@@ -73,10 +75,16 @@ class Trainer:
         drawn = self.prepared.sampler.next(count)
         return draw(self.prepared.train, drawn.indices, drawn.instance_ids)
 
+    def _pretrain(self, step: int, number: int) -> ShardedBatch:
+        """Rows of data.ptx_files beside mini-batch `number` of the step."""
+        return given_responses(self.prepared.ptx, self.config.data.ptx_batch_size, self.config.trainer.seed, step, number)
+
     def _enter_generation(self) -> dict[str, float]:
         """Give the rollout engine the current weights under a new version."""
         self.flow.version += 1
         with self.timer.phase("sync"):
+            for critic in self.roles.critics().values():
+                critic.rest().get()
             reports = self.roles.actor.enter_generation(version=self.flow.version).get()
         return {f"sync/{name}": max(report[name] for report in reports) for name in reports[0]}
 
@@ -106,6 +114,8 @@ class Trainer:
         if self.config.trainer.save_final:
             started = time.perf_counter()
             self.roles.actor.export(str(self.journal.folder.checkpoint)).get()
+            for name, critic in self.roles.critics().items():
+                critic.export(str(self.journal.folder.root / name)).get()
             model = self.config.actor.model
             if model.tokenizer_path or model.chat_template:  # what the run tokenized with goes along, not what came with the weights
                 self.prepared.tokenizer.save_pretrained(self.journal.folder.checkpoint)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
@@ -10,9 +11,9 @@ from transformers import PreTrainedTokenizerBase
 from hybridflow.algorithms.base import Algorithm
 from hybridflow.algorithms.registry import get_algorithm
 from hybridflow.config.layout import GenerationLayout
-from hybridflow.config.placement import Placement
-from hybridflow.config.roles import generates, model_roles, uses_function
-from hybridflow.config.schema import Config
+from hybridflow.config.placement import ACTOR, Placement
+from hybridflow.config.roles import generates, has_role, model_roles, uses_function
+from hybridflow.config.schema import Config, RewardConfig
 from hybridflow.data.preferences import DATASETS
 from hybridflow.data.prompts import PromptDataset
 from hybridflow.data.sampler import PromptSampler
@@ -34,8 +35,13 @@ class Prepared:
     validation: PromptDataset | None
     sampler: PromptSampler
     steps: int
-    optimizer_steps: int
+    ptx: PromptDataset | None  # rows of data.ptx_files
     report: Report
+
+    def optimizer_steps(self, role: str) -> int:
+        """Optimizer steps of a trained role over the whole run; the actor sits out critic.warmup_steps where there is a critic."""
+        idle = self.config.critic.warmup_steps if role == ACTOR and has_role(self.config, "critic") else 0
+        return (self.steps - idle) * updates_per_step(self.config)
 
     @property
     def placement(self) -> Placement:
@@ -61,18 +67,21 @@ def prepare(config: Config, world: int) -> Prepared:
     train = dataset(config.data.train_files, config.data, tokenizer)
     validation = dataset(config.data.val_files, config.data, tokenizer) if config.data.val_files else None
     sampler = PromptSampler(len(train), config.data.train_batch_size, config.trainer.seed, config.data.shuffle)
+    ptx = DATASETS["responses"](config.data.ptx_files, config.data, tokenizer) if config.data.ptx_files else None
     if rl and uses_function(config):
-        _try_reward_function(config, train, tokenizer)
+        _try_function("reward", config.reward, train, tokenizer, alone=not config.reward_models)
+    if has_role(config, "cost"):
+        _try_function("cost", config.cost, train, tokenizer, alone=True)
     steps = config.trainer.steps if config.trainer.steps is not None else sampler.steps(config.trainer.epochs)
-    return Prepared(config, algorithm, tokenizer, train, validation, sampler, steps, steps * updates_per_step(config), report)
+    return Prepared(config, algorithm, tokenizer, train, validation, sampler, steps, ptx, report)
 
 
-def _try_reward_function(config: Config, train: PromptDataset, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Here a reward function that fails is a setting that cannot work: nothing was started yet."""
+def _try_function(section: str, settings: RewardConfig, train: PromptDataset, tokenizer: PreTrainedTokenizerBase, alone: bool) -> None:
+    """Here a reward or cost function that fails is a setting that cannot work: nothing was started yet. alone: nothing else scores."""
     try:
-        check_reward_function(config.reward, train, tokenizer, alone=not config.reward_models)
-    except RewardError as error:
-        raise ConfigError(str(error)) from error
+        check_reward_function(settings, train, tokenizer, alone=alone)
+    except (ConfigError, RewardError) as error:
+        raise ConfigError(re.sub(r"\breward\.(function|kwargs|timeout_seconds)", rf"{section}.\1", str(error))) from error
 
 
 def updates_per_step(config: Config) -> int:

@@ -12,11 +12,12 @@ from hybridflow.cluster.worker_group import RoleHandle, WorkerGroup
 from hybridflow.config.layout import Layout
 from hybridflow.config.placement import ACTOR, Placement, split_ranks
 from hybridflow.config.reward_models import reward_models
-from hybridflow.config.roles import generates, scorer_role, uses_function, uses_reference
+from hybridflow.config.roles import generates, has_role, model_roles, scorer_role, uses_function, uses_reference
 from hybridflow.config.schema import Config
 from hybridflow.rewards.sources import RewardSources, distils
 from hybridflow.trainer.prepare import Prepared
 from hybridflow.workers.actor import ActorWorker
+from hybridflow.workers.critic import CriticWorker
 from hybridflow.workers.hybrid import ActorRolloutWorker
 from hybridflow.workers.judge import JudgeWorker
 from hybridflow.workers.reference import ReferenceWorker
@@ -26,6 +27,7 @@ from hybridflow.workers.reward_model import RewardModelWorker
 
 Definition = tuple[type, dict[str, Any]]
 SCORERS = {"scalar": RewardModelWorker, "judge": JudgeWorker}  # by kind of reward model
+VALUES = {"critic": "values", "cost_critic": "cost_values"}  # critics, and what their values are called in batches
 
 
 class Roles:
@@ -59,6 +61,15 @@ class Roles:
             return None
         return RewardSources(self.get("reward"), models, self.get("reward_head"), self.seed)
 
+    @property
+    def costs(self) -> RewardSources | None:
+        """What responses cost; None where the algorithm knows no cost."""
+        return RewardSources(self.get("cost"), {}) if self.get("cost") is not None else None
+
+    def critics(self) -> dict[str, RoleHandle]:
+        """The critics of the run, by role."""
+        return {name: handle for name, handle in self._handles.items() if name in VALUES}
+
     def close(self) -> None:
         for group in reversed(self.groups):
             group.close()
@@ -69,7 +80,7 @@ class Roles:
             generation = prepared.generation if ACTOR in plan.roles else None
             self._add(cluster, {name: definitions[name] for name in plan.roles}, layout=plan.layout, generation=generation,
                       pool=pools[plan.pool])
-        if beside := cpu_definitions(prepared.config):
+        for beside in cpu_groups(prepared.config):
             self._add(cluster, beside, layout=Layout(1), pool=ResourcePool([1], device="cpu"))
         for group in self.groups:
             group.wait_until_ready()
@@ -92,21 +103,27 @@ def model_definitions(prepared: Prepared) -> dict[str, Definition]:
     config = prepared.config
     loss = prepared.algorithm.losses[ACTOR](config)
     actor = ActorRolloutWorker if generates(config) else ActorWorker
-    found: dict[str, Definition] = {ACTOR: (actor, {"config": config, "loss": loss, "total_steps": prepared.optimizer_steps})}
+    found: dict[str, Definition] = {ACTOR: (actor, {"config": config, "loss": loss, "total_steps": prepared.optimizer_steps(ACTOR)})}
     if uses_reference(config):
         kl = functools.partial(kl_estimate, estimator=config.algorithm.kl_estimator)
         found["reference"] = (ReferenceWorker, {"config": config, "kl": kl})
+    for role in model_roles(config):
+        if role.name in VALUES:
+            found[role.name] = (CriticWorker, {
+                "config": config, "settings": role.settings, "loss": prepared.algorithm.losses[role.name](config),
+                "total_steps": prepared.optimizer_steps(role.name), "column": VALUES[role.name]})
     if generates(config):
         found |= {scorer_role(name): (SCORERS[settings.kind], {"config": config, "name": name})
                   for name, settings in reward_models(config).items()}
     return found
 
 
-def cpu_definitions(config: Config) -> dict[str, Definition]:
-    """Roles that need no device: the reward function, and the light heads of distilled reward models."""
+def cpu_groups(config: Config) -> list[dict[str, Definition]]:
+    """Groups of roles that need no device: the reward function with the light heads of distilled reward models; the cost function."""
     found: dict[str, Definition] = {}
     if generates(config) and uses_function(config):
-        found["reward"] = (RewardWorker, {"config": config})
+        found["reward"] = (RewardWorker, {"config": config, "settings": config.reward})
     if generates(config) and any(map(distils, reward_models(config).values())):
         found["reward_head"] = (RewardHeadWorker, {"config": config})
-    return found
+    cost = {"cost": (RewardWorker, {"config": config, "settings": config.cost})} if has_role(config, "cost") else {}
+    return [group for group in (found, cost) if group]

@@ -11,6 +11,7 @@ from hybridflow.cluster.context import WorkerContext
 from hybridflow.cluster.protocols import Protocol, register
 from hybridflow.config.schema import Config
 from hybridflow.data.batch import Batch, Ragged
+from hybridflow.data.joining import join_given
 from hybridflow.engine.loss_types import TokenLoss
 from hybridflow.models.checkpoint import export
 from hybridflow.workers.build import build_engine
@@ -51,8 +52,14 @@ class ActorWorker:
         return total.to(values.device)
 
     @register(Protocol.DP)
-    def update_actor(self, batch: Batch) -> dict[str, float]:
-        """One optimizer step on a mini-batch whose rows carry their loss_weight; returns global metrics."""
+    def update_actor(self, batch: Batch, *, pretrain: Batch | None = None) -> dict[str, float]:
+        """One optimizer step on a mini-batch whose rows carry their loss_weight; returns global metrics.
+
+        pretrain: rows of given responses with their ptx_weight, all of them on every rank, which takes its share.
+        """
+        if pretrain is not None:
+            place, size = self.engine.parallel.at.dp, self.context.layout.dp
+            batch = join_given(batch, pretrain.select(list(range(place, len(pretrain), size))), "ptx_weight")
         return self.engine.update(batch, self.loss, temperature=self.config.rollout.temperature,
                                   token_budget=self.config.actor.max_tokens_per_micro_batch,
                                   entropy=self.config.algorithm.entropy_coef > 0)

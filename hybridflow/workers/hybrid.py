@@ -84,10 +84,10 @@ class ActorRolloutWorker(ActorWorker):
                 self.engine.onload_optimizer()
 
     @register(Protocol.DP)
-    def update_actor(self, batch: Batch) -> dict[str, float]:
+    def update_actor(self, batch: Batch, *, pretrain: Batch | None = None) -> dict[str, float]:
         """ActorWorker.update_actor, in phase train only."""
         self.rollout.phase.expect(Phase.TRAIN, "update_actor")
-        return super().update_actor(batch)
+        return super().update_actor(batch, pretrain=pretrain)
 
     def _training_memory(self) -> dict[str, float]:
         """Predicted bytes of both phases, and the most that torch held since the last sync (GPU only)."""

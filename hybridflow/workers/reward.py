@@ -9,7 +9,7 @@ import torch
 
 from hybridflow.cluster.context import WorkerContext
 from hybridflow.cluster.protocols import Protocol, register
-from hybridflow.config.schema import Config
+from hybridflow.config.schema import Config, RewardConfig
 from hybridflow.data.batch import FINISH_REASONS, Batch, Column
 from hybridflow.data.decode import decode_rows
 from hybridflow.data.tokenizer import load_tokenizer
@@ -19,8 +19,9 @@ from hybridflow.rewards.runner import RewardRunner
 class RewardWorker:
     """One CPU process that owns the pool of reward processes."""
 
-    def __init__(self, context: WorkerContext, config: Config) -> None:
-        self.runner = RewardRunner(config.reward)  # its processes import the function while the tokenizer is loaded
+    def __init__(self, context: WorkerContext, config: Config, settings: RewardConfig) -> None:
+        """settings: config.reward, or config.cost for costs."""
+        self.runner = RewardRunner(settings)  # its processes import the function while the tokenizer is loaded
         os.environ["TOKENIZERS_PARALLELISM"] = "true"  # decoding may use every core here: nothing else runs in this process meanwhile
         self.tokenizer = load_tokenizer(config.actor.model)
         self.seen: dict[str, bool] = {}  # columns the function made so far: name -> whether it holds texts

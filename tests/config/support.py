@@ -6,9 +6,11 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+from hybridflow.config import keys
 from hybridflow.config.expert_facts import Experts, Routing
 from hybridflow.config.model_facts import ModelFacts
-from hybridflow.config.schema import Config, WeightsConfig
+from hybridflow.config.render import value_at
+from hybridflow.config.schema import Config
 
 REQUIRED = ["actor.model.path=/model", "data.train_files=a.jsonl", "reward.function=rewards:score"]
 SMOLLM2 = ModelFacts("/smollm2", "llama", layers=30, hidden=576, ffn=1536, heads=9, kv_heads=3, head_dim=64, vocab=49152,
@@ -28,8 +30,6 @@ def config_of(**changes: object) -> Config:
     """A complete configuration with these changes; `rollout__n=3` sets rollout.n (quicker than composing files each time)."""
     config = Config()
     config.actor.model.path = "/model"
-    config.reference.model = WeightsConfig("/model", config.actor.model.dtype)
-    config.reference.parallel = config.actor.parallel  # as the interpolations of the schema have it
     config.data.train_files, config.reward.function = ["a.jsonl"], "rewards:score"
     for name, value in changes.items():
         *sections, last = name.split("__")
@@ -38,6 +38,17 @@ def config_of(**changes: object) -> Config:
             section = getattr(section, part)
         getattr(section, last)  # a misspelt name fails here
         setattr(section, last, value)
+    return followed(config)
+
+
+def followed(config: Config) -> Config:
+    """The configuration with every value that follows another (schema.like) filled in, as loading does it."""
+    for key in keys.leaves():
+        value = value_at(config, key)
+        while isinstance(value, str) and value.startswith("${"):
+            value = value_at(config, value[2:-1])
+        section, _, last = key.rpartition(".")
+        setattr(value_at(config, section) if section else config, last, value)
     return config
 
 

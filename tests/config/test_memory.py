@@ -14,7 +14,7 @@ from hybridflow.config.model_facts import ModelFacts
 from tests.config.support import SMOLLM2, config_of
 
 
-def weights_of(facts: ModelFacts) -> Any:
+def weights_of(facts: ModelFacts, head: str = "lm") -> Any:
     from transformers import AutoConfig
 
     from hybridflow.models.weight_map import weight_map
@@ -23,7 +23,7 @@ def weights_of(facts: ModelFacts) -> Any:
         facts.family, num_hidden_layers=facts.layers, hidden_size=facts.hidden, intermediate_size=facts.ffn,
         num_attention_heads=facts.heads, num_key_value_heads=facts.kv_heads, vocab_size=facts.vocab, tie_word_embeddings=facts.tied,
         head_dim=facts.head_dim, attention_bias=facts.output_bias, mlp_bias=facts.mlp_bias,
-        rope_parameters={"rope_theta": 1e4, "rope_type": "default"}))
+        rope_parameters={"rope_theta": 1e4, "rope_type": "default"}), head)
 
 
 @pytest.mark.parametrize(("family", "flags"), [
@@ -34,14 +34,16 @@ def weights_of(facts: ModelFacts) -> Any:
 def test_parameters_per_rank_are_those_of_the_weight_map(family: str, flags: dict[str, bool], tied: bool) -> None:
     facts = ModelFacts("m", family, layers=4, hidden=32, ffn=64, heads=8, kv_heads=4, head_dim=4, vocab=101, max_positions=64, tied=tied,
                        **flags)
-    table = weights_of(facts)
+    table, scalar = weights_of(facts), weights_of(facts, "scalar")
 
     def size(parameters: dict[str, Any]) -> int:
         return sum(math.prod(parameter.shape) for parameter in parameters.values())
 
     for tp, pp in [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (4, 4)]:
         layout = Layout(tp * pp, tp=tp, pp=pp)
-        assert training_parameters(facts, tp, pp) == max(size(table.megatron(layout, rank)) for rank in range(layout.world)), (tp, pp)
+        ranks = range(layout.world)
+        assert training_parameters(facts, tp, pp) == max(size(table.megatron(layout, rank)) for rank in ranks), (tp, pp)
+        assert training_parameters(facts, tp, pp, scalar=True) == max(size(scalar.megatron(layout, rank)) for rank in ranks), (tp, pp)
     for tp in (1, 2, 4, 8):
         assert generation_parameters(facts, tp) == size(table.vllm(tp, 0)), tp
 

@@ -209,9 +209,10 @@ def test_every_key_named_in_a_message_exists() -> None:
 
 
 def test_every_number_and_choice_has_a_range() -> None:
-    """A number without a range accepts nonsense; the two exceptions are scores, which may be anything."""
+    """A number without a range accepts nonsense; the exceptions are scores and the limit of one, which may be anything."""
     free = {key for key, leaf in keys.leaves().items() if leaf.inner in (int, float) and not leaf.metadata}
-    assert free == {"reward.timeout_reward", "reward.error_reward"}
+    scores = {"timeout_reward", "error_reward"}
+    assert free == {f"{section}.{name}" for section in ("reward", "cost") for name in scores} | {"cost.limit"}
 
 
 @pytest.mark.parametrize("changes, part", [

@@ -47,3 +47,8 @@ def test_addition_is_exact() -> None:
     assert addition.spell(135) == "531"
     assert addition.score("67+68=", "531", 135) == 1.0
     assert [addition.score("p", wrong, 135) for wrong in ("135", "53", "5310", " 531", "")] == [0.0] * 5
+
+
+def test_digit_cost_counts_a_response_once() -> None:
+    assert [addition.digit_cost("p", text) for text in ("211", "302", "")] == [1.0, 0.0, 0.0]
+    assert addition.digit_cost("p", "302", digit="3") == 1.0

@@ -53,7 +53,8 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
 def groups(ray_cluster: Cluster, config: Config) -> Iterator[tuple[WorkerGroup, WorkerGroup]]:
     """Both models on two ranks, tensor parallel 2; the function and the head in a CPU process."""
     models = {name: (RewardModelWorker, {"config": config, "name": name}) for name in config.reward_models}
-    beside = {"reward": (RewardWorker, {"config": config}), "reward_head": (RewardHeadWorker, {"config": config})}
+    beside = {"reward": (RewardWorker, {"config": config, "settings": config.reward}),
+              "reward_head": (RewardHeadWorker, {"config": config})}
     pools = ResourcePool([2], "cpu"), ResourcePool([1], "cpu")
     made = (ray_cluster.worker_group(models, layout=Layout(2, tp=2), pool=pools[0]),
             ray_cluster.worker_group(beside, layout=Layout(1), pool=pools[1]))

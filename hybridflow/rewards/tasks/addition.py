@@ -15,3 +15,8 @@ def spell(number: int) -> str:
 def score(prompt: str, response: str, answer: int) -> float:
     """1.0 if the response is exactly the sum, else 0.0: no credit for a part of it, nothing may stand before or after."""
     return float(response == spell(answer))
+
+
+def digit_cost(prompt: str, response: str, digit: str = "1") -> float:
+    """A cost that is at odds with the score, for the Safe-RLHF example: 1.0 if the response holds the digit, else 0.0."""
+    return float(digit in response)

@@ -1,0 +1,70 @@
+"""The Lagrange multiplier of a cost constraint, and the advantages it weighs (Safe-RLHF, Dai et al. 2023, arXiv 2310.12773)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from hybridflow.algorithms.kl import kl_estimate
+from hybridflow.algorithms.returns import SumOverRanks, gae, token_rewards, whiten
+from hybridflow.config.schema import CostConfig
+from hybridflow.data.batch import Batch, Ragged
+
+
+class Multiplier:
+    """ln lambda <- ln lambda + lr * lambda * (mean cost - limit): the paper's update (appendix B.3), J_C = mean cost - limit.
+
+    It rises while responses cost more than the limit on average and falls while they cost less. lambda stays at or below
+    cost.multiplier_max: above the limit the update feeds itself.
+    """
+
+    def __init__(self, config: CostConfig) -> None:
+        self.lr, self.limit, self.highest = config.multiplier_lr, config.limit, config.multiplier_max
+        self.log = math.log(config.multiplier)
+
+    @property
+    def value(self) -> float:
+        return math.exp(self.log)
+
+    def update(self, mean_cost: float) -> None:
+        """Learn of the mean cost of a step's responses."""
+        self.log = min(self.log + self.lr * self.value * (mean_cost - self.limit), math.log(self.highest))
+
+    def state_dict(self) -> dict[str, float]:
+        return {"log": self.log}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.log = state["log"]
+
+
+@dataclass(frozen=True)
+class LagrangianAdvantages:
+    """Per-token advantages (A_reward - multiplier * A_cost) / (1 + multiplier) of one data-parallel rank, whitened over all ranks.
+
+    The KL penalty is taken off the reward and added to the cost with the same coefficient, so that its weight in the combination
+    does not depend on the multiplier (the paper's appendix B.2, whose beta / 2 is kl_coef here).
+    """
+
+    gamma: float
+    lam: float
+    kl_coef: float  # 0: no penalty in the reward
+    kl_estimator: str
+    multiplier: float
+
+    def __call__(self, batch: Batch, sum_over_ranks: SumOverRanks) -> Batch:
+        """batch: reward, score, cost, trained [B]; old_log_prob, values, cost_values Ragged; ref_log_prob and token_reward where used.
+        Returns advantage, returns, cost_returns: Ragged float32, 0 in rows not trained on."""
+        lengths_B = batch["old_log_prob"].lengths
+        mask = Ragged(batch["trained"].bool().repeat_interleave(lengths_B), lengths_B)
+        reward_B, score_B, cost_B = (batch[name].nan_to_num(nan=0.0) for name in ("reward", "score", "cost"))
+        rewards_T = token_rewards(score_B, lengths_B, batch["token_reward"] if "token_reward" in batch else None, reward_B, mask).values
+        costs_T = token_rewards(cost_B, lengths_B, None, cost_B, mask).values
+        if self.kl_coef > 0:
+            kl_T = self.kl_coef * kl_estimate(batch["old_log_prob"].values, batch["ref_log_prob"].values, self.kl_estimator)
+            rewards_T, costs_T = rewards_T - kl_T, costs_T + kl_T
+        settings = {"gamma": self.gamma, "lam": self.lam, "mask": mask}
+        advantages, returns = gae(Ragged(rewards_T, lengths_B), batch["values"], **settings)
+        cost_advantages, cost_returns = gae(Ragged(costs_T, lengths_B), batch["cost_values"], **settings)
+        combined_T = (advantages.values - self.multiplier * cost_advantages.values) / (1.0 + self.multiplier)
+        return Batch({"advantage": whiten(Ragged(combined_T, lengths_B), sum_over_ranks, mask), "returns": returns,
+                      "cost_returns": cost_returns})
