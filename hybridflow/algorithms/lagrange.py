@@ -52,13 +52,13 @@ class LagrangianAdvantages:
     multiplier: float
 
     def __call__(self, batch: Batch, sum_over_ranks: SumOverRanks) -> Batch:
-        """batch: reward, score, cost, trained [B]; old_log_prob, values, cost_values Ragged; ref_log_prob and token_reward where used.
+        """batch: score, cost, trained [B]; old_log_prob, values, cost_values Ragged; ref_log_prob and token_reward where used.
         Returns advantage, returns, cost_returns: Ragged float32, 0 in rows not trained on."""
         lengths_B = batch["old_log_prob"].lengths
         mask = Ragged(batch["trained"].bool().repeat_interleave(lengths_B), lengths_B)
-        reward_B, score_B, cost_B = (batch[name].nan_to_num(nan=0.0) for name in ("reward", "score", "cost"))
-        rewards_T = token_rewards(score_B, lengths_B, batch["token_reward"] if "token_reward" in batch else None, reward_B, mask).values
-        costs_T = token_rewards(cost_B, lengths_B, None, cost_B, mask).values
+        score_B, cost_B = (batch[name].nan_to_num(nan=0.0) for name in ("score", "cost"))
+        rewards_T = token_rewards(score_B, lengths_B, batch["token_reward"] if "token_reward" in batch else None, mask).values
+        costs_T = token_rewards(cost_B, lengths_B, None, mask).values
         if self.kl_coef > 0:
             kl_T = self.kl_coef * kl_estimate(batch["old_log_prob"].values, batch["ref_log_prob"].values, self.kl_estimator)
             rewards_T, costs_T = rewards_T - kl_T, costs_T + kl_T

@@ -104,6 +104,7 @@ class DeadlineConfig:
     onload: float = setting(300.0, above=0)  # gradients and optimizer state back to the device
 
 
+@dataclass
 class CriticConfig(PlacedConfig):
     """The value model of PPO and Safe-RLHF; its model may be a language model or a sequence-classification checkpoint."""
 

@@ -145,7 +145,8 @@ def measure(config: Config, cluster: Cluster, arguments: argparse.Namespace) -> 
     generation = GenerationLayout(arguments.ranks, 1, tuple((rank,) for rank in range(arguments.ranks)))
     ready = (Ready, {"tokens": arguments.tokens, "vocab": len(CHARACTERS)})
     group = cluster.worker_group({"actor": ready, "reference": ready}, layout=Layout(arguments.ranks), generation=generation)
-    rewards = cluster.worker_group({"reward": (RewardWorker, {"config": config, "settings": config.reward})}, layout=Layout(1), pool=ResourcePool([1], "cpu"))
+    scorer = (RewardWorker, {"config": config, "settings": config.reward})
+    rewards = cluster.worker_group({"reward": scorer}, layout=Layout(1), pool=ResourcePool([1], "cpu"))
     timer = MeasuredTimer()
     algorithm = get_algorithm(arguments.algorithm)
     flow = Flow(config, timer, group.role("actor"), group.role("reference"), RewardSources(rewards.role("reward"), {}),
