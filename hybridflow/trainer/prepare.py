@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from hybridflow.algorithms.base import Algorithm
 from hybridflow.algorithms.registry import get_algorithm
 from hybridflow.config.layout import GenerationLayout
+from hybridflow.config.optimizer_rules import optimizer_problems
 from hybridflow.config.placement import ACTOR, Placement
 from hybridflow.config.roles import generates, has_role, model_roles, uses_function
 from hybridflow.config.schema import Config, RewardConfig
@@ -73,7 +74,12 @@ def prepare(config: Config, world: int) -> Prepared:
     if has_role(config, "cost"):
         _try_function("cost", config.cost, train, tokenizer, alone=True)
     steps = config.trainer.steps if config.trainer.steps is not None else sampler.steps(config.trainer.epochs)
-    return Prepared(config, algorithm, tokenizer, train, validation, sampler, steps, ptx, report)
+    prepared = Prepared(config, algorithm, tokenizer, train, validation, sampler, steps, ptx, report)
+    problems = [problem for role in model_roles(config) if role.trained for problem in
+                optimizer_problems(f"{role.section}.optimizer", role.settings.optimizer, prepared.optimizer_steps(role.name))]
+    if problems:
+        raise ConfigError(problems)
+    return prepared
 
 
 def _try_function(section: str, settings: RewardConfig, train: PromptDataset, tokenizer: PreTrainedTokenizerBase, alone: bool) -> None:
