@@ -31,7 +31,7 @@ SAFE = {"algorithm__name": "safe_rlhf", "cost__function": "costs:score"}
      {"critic__value_max_tokens_per_micro_batch": 100}),  # another algorithm does not read it
     (8, {**PPO, "critic__parallel": ParallelConfig(tp=8, pp=2)}, ["critic.parallel.tp=8 x pp=2 = 16", "8 ranks"],
      {**PPO, "critic__parallel": ParallelConfig(tp=4, pp=2)}),
-    (16, {**PPO, "critic__parallel": ParallelConfig(tp=16)}, ["critic.parallel.tp=16", "8 key-value heads"],
+    (64, {**PPO, "critic__parallel": ParallelConfig(tp=64)}, ["critic.parallel.tp=64", "32 attention heads"],
      {**PPO, "critic__parallel": ParallelConfig(tp=8)}),
     (8, {**PPO, "critic__ranks": 8}, ["critic.ranks=8", "none of the 8 ranks"], {**PPO, "critic__ranks": 4}),
     (8, {**PPO, "actor__parallel": ParallelConfig(tp=8), "critic__parallel": ParallelConfig(tp=1), "algorithm__mini_batch_size": 4},
