@@ -94,13 +94,14 @@ class GenerationLayout:
     """A generation layout: tensor parallel `tp` inside each of `world / tp` engine replicas.
 
     groups[g] lists the global ranks of replica g in tensor-parallel order. slices[j]: which slice of the decoder layers the
-    rank at tensor-parallel position j holds (empty: slice j).
+    rank at tensor-parallel position j holds (empty: slice j). ep: 1, or tp for whole experts dealt to the ranks of a replica.
     """
 
     world: int
     tp: int
     groups: tuple[tuple[int, ...], ...]
     slices: tuple[int, ...] = ()
+    ep: int = 1
 
     def position(self, rank: int) -> tuple[int, int]:
         """(replica, tensor-parallel rank) of a global rank."""

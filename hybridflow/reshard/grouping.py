@@ -6,7 +6,7 @@ from hybridflow.config.layout import GenerationLayout, Layout
 from hybridflow.errors import ConfigError
 
 
-def generation_layout(layout: Layout, tp_g: int) -> GenerationLayout:
+def generation_layout(layout: Layout, tp_g: int, ep_g: int = 1) -> GenerationLayout:
     """Groups of `tp_g` ranks such that training shards and generation shards of a rank overlap as far as can be.
 
     With tp_g <= t the ranks of a group stand t / tp_g apart: tensor-parallel rank i goes to generation rank i // (t / tp_g),
@@ -18,16 +18,18 @@ def generation_layout(layout: Layout, tp_g: int) -> GenerationLayout:
     where that holds the layer: rank i of the k-th training group takes slice i (tp_g / t) + k. The ranks themselves cannot be
     put in that order, as torch.distributed sorts the ranks of a group; the slices can (models.cuts.Cut.rank_order).
 
+    ep_g: 1, or tp_g when the ranks of a group hold whole experts.
+
     Raises ConfigError when tp_g divides neither way or does not divide the ranks.
     """
     if tp_g < 1 or layout.world % tp_g:
         raise ConfigError(f"rollout.tp={tp_g} does not divide the {layout.world} ranks of the actor; {_nearest(layout)}")
     if nests(layout, tp_g):
-        return GenerationLayout(layout.world, tp_g, _strided(layout, tp_g))
+        return GenerationLayout(layout.world, tp_g, _strided(layout, tp_g), ep=ep_g)
     if tp_g % layout.tp:
         raise ConfigError(f"rollout.tp={tp_g} and actor.parallel.tp={layout.tp}: one must be a multiple of the other; {_nearest(layout)}")
     slices = tuple(position % layout.tp * (tp_g // layout.tp) + position // layout.tp for position in range(tp_g))
-    return GenerationLayout(layout.world, tp_g, consecutive(layout.world, tp_g), slices)
+    return GenerationLayout(layout.world, tp_g, consecutive(layout.world, tp_g), slices, ep_g)
 
 
 def nests(layout: Layout, tp_g: int) -> bool:

@@ -22,7 +22,7 @@ def hybrid_plan(weights: WeightMap, layout: Layout, generation: GenerationLayout
 
     @lru_cache(maxsize=None)
     def target(tp: int, body: int) -> Shard:
-        return weights.vllm(generation.tp, tp, body=body)
+        return weights.vllm(generation.tp, tp, ep=generation.ep, body=body)
 
     places = [replace(layout.coordinates(rank), dp=0, cp=0) for rank in range(layout.world)]
     first = {place: rank for rank, place in reversed(list(enumerate(places)))}

@@ -32,9 +32,10 @@ from vllm.sampling_params import RequestOutputKind  # noqa: E402
 from vllm.usage.usage_lib import UsageContext  # noqa: E402
 from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
 
-from hybridflow.errors import ModelError, ReshardError  # noqa: E402
+from hybridflow.errors import ConfigError, ModelError, ReshardError  # noqa: E402
 from hybridflow.rollout.loader import LOAD_FORMAT, Offer, offering  # noqa: E402
 from hybridflow.rollout.requests import FinishReason, Request, Response, Sampling  # noqa: E402
+from hybridflow.rollout.weights import ModelWeights  # noqa: E402
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as BaseWorker
@@ -64,6 +65,7 @@ class EngineSettings:
     max_num_batched_tokens: int
     kv_cache_bytes: int
     enforce_eager: bool
+    expert_parallel: bool = False  # whole experts are dealt to the ranks of a replica, instead of a part of each
     tokenizer_path: str | None = None  # None: no tokenizer is loaded (no stop strings)
     load_format: str = LOAD_FORMAT  # "auto": vLLM reads the weights of the model folder, and nobody may write them
 
@@ -91,6 +93,7 @@ class HybridWorker(BaseWorker):
         parallel_state.init_distributed_environment(config.world_size, self.rank, "env://", self.local_rank, backend)
         make = parallel_state.init_model_parallel_group
         parallel_state._TP = make(groups, self.local_rank, backend, use_message_queue_broadcaster=True, group_name="tp")
+        parallel_state._EP = parallel_state._TP  # experts are dealt to the ranks of a replica, or each is cut over them
         if hasattr(parallel_state, "_ETP"):  # 0.32
             parallel_state._ETP = parallel_state._TP
         parallel_state._DCP = make(singles, self.local_rank, backend, use_message_queue_broadcaster=True, group_name="dcp")
@@ -99,7 +102,7 @@ class HybridWorker(BaseWorker):
         parallel_state._DP = make(singles, self.local_rank, backend, group_name="dp")
 
 
-GROUPS = tuple(name for name in ("_TP", "_ETP", "_DCP", "_PCP", "_PP", "_DP") if hasattr(parallel_state, name))  # no _ETP in 0.25
+GROUPS = tuple(name for name in ("_TP", "_EP", "_ETP", "_DCP", "_PCP", "_PP", "_DP") if hasattr(parallel_state, name))  # no _ETP in 0.25
 WORKER = f"{HybridWorker.__module__}.{HybridWorker.__qualname__}"
 
 
@@ -120,17 +123,27 @@ class VllmBridge:
         os.environ.update(RANK=str(settings.rank), LOCAL_RANK=str(settings.local_rank))  # where external_launcher reads them
         self.settings = settings
         self.can_sleep = not current_platform.is_cpu()
+        if settings.expert_parallel and current_platform.is_cpu():
+            raise ConfigError(f"rollout.ep={len(settings.groups[0])}: vLLM's CPU kernel needs a part of every expert on each rank; use 1")
         self.offer = Offer(shared)
         with offering(self.offer):
-            self.engine = LLMEngine.from_engine_args(_engine_args(settings, self.can_sleep), usage_context=UsageContext.LLM_CLASS)
+            self.engine = self._build()
+        model = self.engine.model_executor.driver_worker.worker.model_runner.get_model()
+        self.weights = ModelWeights(model, self.engine.model_config.dtype)
         self.offer.check(self.parameters())
         self._groups = {name: getattr(parallel_state, name) for name in GROUPS}
         self._count = 0
         self._check_head_size()
 
+    def _build(self) -> LLMEngine:
+        try:
+            return LLMEngine.from_engine_args(_engine_args(self.settings, self.can_sleep), usage_context=UsageContext.LLM_CLASS)
+        except NotImplementedError as error:  # no kernel for the sizes of the model's experts
+            raise ModelError(f"vLLM cannot run {self.settings.model_path} on this device: {error}") from error
+
     def parameters(self) -> dict[str, torch.Tensor]:
-        """vLLM's name -> live tensor of this rank (a tied head is the embedding and has no name of its own)."""
-        return dict(self.engine.model_executor.driver_worker.worker.model_runner.get_model().named_parameters())
+        """vLLM's name -> live tensor of this rank (weights.py); after writing them call `weights_written`."""
+        return self.weights.named()
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Response]:
         """Answer all requests, in their order. Every rank of a group must pass the same requests (see `same_in_group`)."""
@@ -154,8 +167,12 @@ class VllmBridge:
         dist.all_reduce(span, dist.ReduceOp.MAX, group=group.cpu_group)
         return int(span[0]) == -int(span[1])
 
-    def reset_prefix_cache(self) -> None:
-        """Forget keys and values of earlier weights. Raises ReshardError if CUDA graphs would read weights where they no longer are."""
+    def weights_written(self) -> None:
+        """Make anew what vLLM derives from weights, and forget keys and values of earlier ones.
+
+        Raises ReshardError if CUDA graphs would read weights where they no longer are.
+        """
+        self.weights.derive()
         moved = [] if self.engine.model_config.enforce_eager else self.offer.moved(self.parameters())
         if moved:
             raise ReshardError(f"the trainer has moved {len(moved)} weights that CUDA graphs of the engine read, {moved[0]} first; set "
@@ -178,8 +195,10 @@ class VllmBridge:
         if not current_platform.is_cpu():
             return
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+        from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
 
-        size, known = self.engine.model_config.get_head_size(), CPUAttentionBackend.get_supported_head_sizes()
+        backend = CPUMLABackend if self.engine.model_config.use_mla else CPUAttentionBackend
+        size, known = self.engine.model_config.get_head_size(), backend.get_supported_head_sizes()
         if size not in known:
             raise ModelError(f"attention head size {size} of {self.settings.model_path}: vLLM on CPU computes only {known}")
 
@@ -227,6 +246,7 @@ def _engine_args(settings: EngineSettings, can_sleep: bool) -> EngineArgs:
         enforce_eager=settings.enforce_eager or cpu,  # compiling on CPU costs more than it gives
         # Tensor-parallel ranks schedule for themselves; only the synchronous scheduler is sure to decide alike on all.
         async_scheduling=tp == 1 and not cpu,
+        enable_expert_parallel=settings.expert_parallel, **({} if cpu else {"moe_backend": "triton"}),  # see weights.py
         enable_prefix_caching=True, enable_sleep_mode=can_sleep, logprobs_mode="processed_logprobs", disable_log_stats=True)
 
 

@@ -65,7 +65,7 @@ class RolloutEngine:
                 model_path=model_path, groups=generation.groups, rank=self.rank, local_rank=device.index, dtype=dtype, seed=seed,
                 max_model_len=max_model_len, max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=config.max_num_batched_tokens,
-                kv_cache_bytes=int(config.kv_cache_gib * GIB), enforce_eager=config.enforce_eager,
+                kv_cache_bytes=int(config.kv_cache_gib * GIB), enforce_eager=config.enforce_eager, expert_parallel=generation.ep > 1,
                 tokenizer_path=(tokenizer_path or model_path) if config.stop else None), shared or {})
         self._bridge.sleep()
         logger.info("generation engine up in %.1f s (replica %d, tensor-parallel rank %d)", time.perf_counter() - start, self.replica,
@@ -103,7 +103,7 @@ class RolloutEngine:
     def set_version(self, version: int) -> None:
         """The weights are now the trainer's `version`. Keys and values of earlier weights are forgotten."""
         self.phase.synced(version)
-        self._bridge.reset_prefix_cache()
+        self._bridge.weights_written()
 
     def wake_kv(self) -> None:
         """sync -> generate."""

@@ -46,7 +46,7 @@ def check(config: Config, world: int) -> Report:
     if can_plan(config, world):
         report.placement = placement(model_roles(config), world)
         layout = report.placement.group_of(ACTOR).layout
-        report.generation = generation_layout(layout, config.rollout.tp) if generates(config) else None
+        report.generation = generation_layout(layout, config.rollout.tp, config.rollout.ep) if generates(config) else None
         report.plan = batch_plan(config, world, report.generation)
         report.warnings += warnings(config)
         if report.plan.rollout is not None:
