@@ -18,7 +18,7 @@ from hybridflow.config.layout import Layout
 from hybridflow.errors import ModelError
 from hybridflow.models.model_folder import ModelFolderWriter
 from hybridflow.models.shards import Box, Piece, ShardParameter
-from hybridflow.models.tensor_files import CODES, DTYPES, TensorFiles, TensorInfo
+from hybridflow.models.tensor_files import CODES, DTYPES, TensorFiles, TensorInfo, stored_dtype
 from hybridflow.models.weight_map import WeightMap
 
 READ_BYTES = 64 << 20  # host memory of one read
@@ -232,7 +232,7 @@ def export(
         writer.start()
     _agree(writer, distributed)
     for name, shape in weights.logical.items():
-        whole = _gather(shape, sources[name], tensors, kind, rank)
+        whole = _gather(shape, sources[name], tensors, stored_dtype(name, kind), rank)
         if writer is not None:
             writer.put(whole)
     if writer is not None:

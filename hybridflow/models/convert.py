@@ -16,7 +16,7 @@ from hybridflow.models.forward import forward_difference
 from hybridflow.models.inspect import inspect_model
 from hybridflow.models.model_folder import ModelFolderWriter
 from hybridflow.models.settings import read_hf_config
-from hybridflow.models.tensor_files import DTYPES, TensorInfo, describe
+from hybridflow.models.tensor_files import DTYPES, KEPT_FLOAT32, TensorInfo, describe, stored_dtype
 from hybridflow.models.weight_map import WeightMap, weight_map
 
 # Fields of config.json that may differ between a model and what it was trained from: they change no number of the forward pass.
@@ -65,7 +65,7 @@ def _write(writer: ModelFolderWriter, model: str, tensors: Iterator[tuple[str, t
     """Writes and compares; what forward_difference gives. Raises ExportError."""
     try:
         for name, tensor in tensors:
-            writer.put(_rounded(name, tensor, writer.dtype))
+            writer.put(_rounded(name, tensor, stored_dtype(name, writer.dtype)))
             if writer.failure is not None:
                 break
     except ModelError as error:
@@ -78,7 +78,7 @@ def _write(writer: ModelFolderWriter, model: str, tensors: Iterator[tuple[str, t
 
 
 def _one_dtype(model: str, found: Mapping[str, TensorInfo], weights: WeightMap) -> torch.dtype:
-    codes = sorted({info.dtype for name, info in found.items() if name in weights.logical})
+    codes = sorted({info.dtype for name, info in found.items() if name in weights.logical and not name.endswith(KEPT_FLOAT32)})
     if len(codes) > 1:
         raise ModelError(f"{model} has tensors of {' and '.join(codes)}; say which dtype the new files shall have")
     return DTYPES.get(codes[0], torch.float32) if codes else torch.float32  # one without support is listed when it is read

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hybridflow.errors import ModelError
-from hybridflow.models.tensor_files import CODES, TensorInfo, TensorStream, describe
+from hybridflow.models.tensor_files import CODES, TensorInfo, TensorStream, describe, stored_dtype
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -34,8 +34,8 @@ def verify(path: str | Path, shapes: Shapes, dtype: torch.dtype | None = None) -
     for name, info in found.items():
         if name in shapes and info.shape != tuple(shapes[name]):
             problems.append(f"misshaped: {name} is {list(info.shape)} in {info.file}, {list(shapes[name])} in the model")
-        if dtype is not None and info.dtype != CODES[dtype]:
-            problems.append(f"dtype of {name} is {info.dtype} in {info.file}, {CODES[dtype]} was asked")
+        if dtype is not None and info.dtype != (code := CODES[stored_dtype(name, dtype)]):
+            problems.append(f"dtype of {name} is {info.dtype} in {info.file}, {code} was asked")
     if problems:
         raise ModelError(f"{path} is not the model it should be:\n  " + "\n  ".join(problems))
     return found

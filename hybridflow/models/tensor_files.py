@@ -22,6 +22,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 MAPPED_BYTES = 256 << 20  # of files, touched before they are mapped anew: what was read stays in the process's memory until then
 CODES = {dtype: code for code, dtype in DTYPES.items()}
+KEPT_FLOAT32 = "e_score_correction_bias"  # of DeepSeek-V3: rounded, it would choose other experts; Hugging Face keeps it as well
 
 
 @dataclass(frozen=True)
@@ -106,8 +107,13 @@ def file_names(count: int) -> list[str]:
     return [SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
 
 
+def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of tensor `name` in a model folder of `dtype`."""
+    return torch.float32 if name.endswith(KEPT_FLOAT32) else dtype
+
+
 class TensorStream:
-    """Writes tensors of one dtype, in the order of `shapes`, into safetensors files; at most one tensor is in memory."""
+    """Writes tensors of one dtype (but see stored_dtype), in the order of `shapes`, into safetensors files; at most one tensor is in memory."""
 
     def __init__(self, folder: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, limit: int) -> None:
         self.folder, self.shapes, self.dtype = folder, dict(shapes), dtype
@@ -116,7 +122,7 @@ class TensorStream:
         next(self._writer)
 
     def put(self, tensor: torch.Tensor) -> None:
-        """The next tensor in the order of `shapes`; cast to the stream's dtype."""
+        """The next tensor in the order of `shapes`; cast to its dtype in the folder."""
         self._writer.send(tensor)
 
     def close(self) -> None:
@@ -125,16 +131,19 @@ class TensorStream:
         names = file_names(len(self.files))
         if len(names) > 1:
             where = {tensor: name for name, tensors in zip(names, self.files) for tensor in tensors}
-            total = sum(torch.Size(shape).numel() for shape in self.shapes.values()) * self.dtype.itemsize
+            total = sum(self._bytes(name) for name in self.shapes)
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
             (self.folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+    def _bytes(self, name: str) -> int:
+        return torch.Size(self.shapes[name]).numel() * stored_dtype(name, self.dtype).itemsize
 
     def _header(self, tensors: list[str]) -> bytes:
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         offset = 0
         for name in tensors:
-            end = offset + torch.Size(self.shapes[name]).numel() * self.dtype.itemsize
-            header[name] = {"dtype": CODES[self.dtype], "shape": list(self.shapes[name]), "data_offsets": [offset, end]}
+            end = offset + self._bytes(name)
+            header[name] = {"dtype": CODES[stored_dtype(name, self.dtype)], "shape": list(self.shapes[name]), "data_offsets": [offset, end]}
             offset = end
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)  # the format asks for data aligned to 8 bytes
@@ -144,9 +153,9 @@ class TensorStream:
         for name, tensors in zip(file_names(len(self.files)), self.files):
             with open(self.folder / name, "wb") as file:
                 file.write(self._header(tensors))
-                for _ in tensors:
+                for stored in tensors:
                     tensor = yield
-                    file.write(tensor.to(self.dtype).contiguous().reshape(-1).view(torch.uint8).numpy())
+                    file.write(tensor.to(stored_dtype(stored, self.dtype)).contiguous().reshape(-1).view(torch.uint8).numpy())
                 file.flush()
                 os.fsync(file.fileno())
         yield

@@ -22,7 +22,8 @@ def round_trip(
     rank = torch.distributed.get_rank() if rank is None else rank
     weights = weight_map(read_hf_config(source))
     parameters = weights.megatron(layout, rank)
-    tensors = {name: torch.full(p.shape, float("nan"), dtype=dtype).requires_grad_() for name, p in parameters.items()}
+    kinds = {name: torch.float32 if name.endswith("expert_bias") else dtype for name in parameters}  # as the engine has them
+    tensors = {name: torch.full(p.shape, float("nan"), dtype=kinds[name]).requires_grad_() for name, p in parameters.items()}
     load_shards(source, parameters, tensors, weights.logical)
     try:
         export(target, source=companions or source, weights=weights, layout=layout, tensors=tensors, **(options or {}))

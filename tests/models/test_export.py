@@ -86,6 +86,15 @@ def test_round_trip_of_experts_is_bit_equal(pool: RankPool, family: str, tmp_pat
         assert_same_model(source, target)
 
 
+def test_the_bias_of_the_choice_of_experts_stays_float32(pool: RankPool, tmp_path: Path) -> None:
+    source, half = Path(make_tiny_model(tmp_path / "source", "deepseek_v3", tied=False)), tmp_path / "half"
+    assert pool.run(round_trip, str(source), str(half), EXPERT_LAYOUTS[1], torch.bfloat16) == [None] * 4
+    before, after = stored(source), stored(half)
+    biases = [name for name in before if name.endswith("e_score_correction_bias")]
+    assert biases and all(torch.equal(after[name], before[name]) for name in biases)
+    assert {tensor.dtype for name, tensor in after.items() if name not in biases} == {torch.bfloat16}
+
+
 def test_several_files_and_a_second_trip(pool: RankPool, source: Path, tmp_path: Path) -> None:
     """A size limit gives files with an index; they load again, under another layout."""
     first, second = tmp_path / "first", tmp_path / "second"
