@@ -18,7 +18,7 @@ from hybridflow.config.layout import Layout
 from hybridflow.errors import ModelError
 from hybridflow.models.model_folder import ModelFolderWriter
 from hybridflow.models.shards import Box, Piece, ShardParameter
-from hybridflow.models.tensor_files import CODES, DTYPES, TensorFiles, TensorInfo, stored_dtype
+from hybridflow.models.tensor_files import CODES, DTYPES, KEPT_FLOAT32, TensorFiles, TensorInfo, stored_dtype
 from hybridflow.models.weight_map import WeightMap
 
 READ_BYTES = 64 << 20  # host memory of one read
@@ -135,7 +135,16 @@ def file_problems(
 def _known(name: str, info: TensorInfo, expected: Shapes) -> bool:
     if name in expected or name.endswith("rotary_emb.inv_freq"):  # old Llama checkpoints store the rotary frequencies
         return True
+    if _predicts_further(name, expected):
+        return True
     return name in TIED and expected.get(TIED[name]) == info.shape
+
+
+def _predicts_further(name: str, expected: Shapes) -> bool:
+    """Whether the tensor is of DeepSeek-V3's layer behind the last, which predicts a second token: no part of the model."""
+    number = name.removeprefix("model.layers.").split(".", 1)[0]
+    last = f"model.layers.{int(number) - 1}.mlp.gate.{KEPT_FLOAT32}" if number.isdigit() else ""
+    return last in expected and f"model.layers.{number}.input_layernorm.weight" not in expected
 
 
 @dataclass(frozen=True)

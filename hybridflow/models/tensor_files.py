@@ -113,7 +113,7 @@ def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
 
 
 class TensorStream:
-    """Writes tensors of one dtype (but see stored_dtype), in the order of `shapes`, into safetensors files; at most one tensor is in memory."""
+    """Writes tensors in the order of `shapes` into safetensors files, of one dtype but for stored_dtype; one tensor is in memory."""
 
     def __init__(self, folder: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, limit: int) -> None:
         self.folder, self.shapes, self.dtype = folder, dict(shapes), dtype

@@ -232,3 +232,18 @@ def test_parameters_the_engine_lacks_or_shapes_otherwise_are_listed(folder: Path
     text = str(caught.value)
     assert "the engine has no parameter embedding.word_embeddings.weight" in text and "the weight map has no parameter more" in text
     assert "decoder.final_layernorm.weight has shape [3] in the engine, [32] in the weight map" in text
+
+
+def test_the_layer_that_predicts_a_second_token_is_no_part_of_the_model(tmp_path: Path) -> None:
+    """The released DeepSeek-V3 has it behind its last layer; a layer too many of another model is surplus."""
+    for family, name in (("deepseek_v3", "model.layers.2.eh_proj.weight"), ("mixtral", "model.layers.2.input_layernorm.weight")):
+        folder = Path(make_tiny_model(tmp_path / family, family, tied=False, layers=2))
+        save_file(load_file(folder / "model.safetensors") | {name: torch.zeros(3)}, folder / "model.safetensors")
+        weights = weight_map(AutoConfig.from_pretrained(folder))
+        shards = weights.megatron(Layout(1), 0)
+        into = {key: torch.empty(p.shape) for key, p in shards.items()}
+        if family == "deepseek_v3":
+            load_shards(str(folder), shards, into, weights.logical)
+        else:
+            with pytest.raises(ModelError, match="surplus: model.layers.2.input_layernorm.weight"):
+                load_shards(str(folder), shards, into, weights.logical)
