@@ -44,6 +44,10 @@ def generation_expert_problems(config: Config, facts: ModelFacts | None) -> list
         return problems
     if experts is None:
         return problems + ([f"rollout.ep={ep}: {facts.path} ({facts.family}) has no experts; set it to 1."] if ep > 1 else [])
+    pp, dtype = config.actor.parallel.pp, config.actor.model.dtype
+    if experts.routing.bias and pp > 1 and dtype == "bfloat16":
+        problems.append(f"actor.parallel.pp={pp} with actor.model.dtype={dtype}: {facts.path} chooses experts by a float32 bias, which "
+                        "would be rounded between pipeline stages and the rollout engine; use actor.parallel.pp=1.")
     if ep > 1 and experts.routing.experts % ep:
         problems.append(f"rollout.ep={ep}: does not divide the {experts.routing.experts} experts of {facts.path}; use 1.")
     cut = 1 if ep > 1 else tp

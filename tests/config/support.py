@@ -20,6 +20,7 @@ QWEN = ModelFacts("/qwen", "qwen2", layers=24, hidden=896, ffn=4864, heads=14, k
 WIDE = ModelFacts("/wide", "llama", layers=32, hidden=4096, ffn=14336, heads=32, kv_heads=8, head_dim=128, vocab=128256,
                   max_positions=131072, tied=False)
 MIXTRAL = replace(WIDE, path="/mixtral", family="mixtral", vocab=32000, experts=Experts(Routing(8, 2), 14336, (True,) * 32))
+BIASED = replace(MIXTRAL, path="/biased", family="deepseek_v3", experts=Experts(Routing(8, 2, bias=True), 14336, (True,) * 32))
 SMOLLM2_JSON = {
     "model_type": "llama", "num_hidden_layers": 30, "hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9,
     "num_key_value_heads": 3, "vocab_size": 49152, "max_position_embeddings": 8192, "tie_word_embeddings": True, "rope_theta": 100000,

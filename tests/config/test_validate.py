@@ -11,7 +11,7 @@ from hybridflow.config.model_facts import ModelFacts
 from hybridflow.config.schema import Config, ParallelConfig
 from hybridflow.config.validate import can_plan, validate
 from hybridflow.config.warn import sequence_warning, warnings
-from tests.config.support import MIXTRAL, QWEN, SMOLLM2, WIDE, config_of
+from tests.config.support import BIASED, MIXTRAL, QWEN, SMOLLM2, WIDE, config_of
 
 Changes = dict[str, object]
 
@@ -61,6 +61,7 @@ RULES: list[tuple[int, ModelFacts | None, Changes, list[str], Changes]] = [
      {"actor__parallel__tp": 2, "actor__parallel__ep": 2, "actor__parallel__sequence_parallel": True}),
     (4, MIXTRAL, {"rollout__tp": 4, "rollout__ep": 4, "cluster__device": "cpu"}, ["rollout.ep=4 with cluster.device=cpu", "use 1"],
      {"rollout__tp": 4, "rollout__ep": 4}),
+    (4, BIASED, {"actor__parallel__pp": 2}, ["actor.parallel.pp=2", "float32 bias", "use actor.parallel.pp=1"], {}),
     (4, MIXTRAL, {"rollout__tp": 4, "rollout__ep": 2}, ["rollout.ep=2", "use 1 or 4"], {"rollout__tp": 4, "rollout__ep": 4}),
     # training layout
     (2, SMOLLM2, {"actor__parallel__tp": 2}, ["actor.parallel.tp=2", "9 attention heads", "3 key-value heads", "works: 1"], {}),
