@@ -246,7 +246,7 @@ def _engine_args(settings: EngineSettings, can_sleep: bool) -> EngineArgs:
         enforce_eager=settings.enforce_eager or cpu,  # compiling on CPU costs more than it gives
         # Tensor-parallel ranks schedule for themselves; only the synchronous scheduler is sure to decide alike on all.
         async_scheduling=tp == 1 and not cpu,
-        enable_expert_parallel=settings.expert_parallel, **({} if cpu else {"moe_backend": "triton"}),  # see weights.py
+        enable_expert_parallel=settings.expert_parallel, moe_backend="auto" if cpu else "triton",  # see weights.py
         enable_prefix_caching=True, enable_sleep_mode=can_sleep, logprobs_mode="processed_logprobs", disable_log_stats=True)
 
 
