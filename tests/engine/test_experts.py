@@ -12,12 +12,14 @@ from tests.engine.tiny import make_checkpoint
 from tests.tiny import EXPERTS
 
 LAYOUTS = {
+    "tp2_ep2_dp2": Layout(4, tp=2, ep=2),
+    "pp2_vpp2_tp2_ep2": Layout(4, pp=2, vpp=2, tp=2, ep=2),
+}
+BY_HAND = {  # marked slow
     "ep2": Layout(2, ep=2),
     "tp2_etp2": Layout(2, tp=2, etp=2),
-    "tp2_ep2_dp2": Layout(4, tp=2, ep=2),
     "pp2_ep2": Layout(4, pp=2, ep=2),
     "cp2_ep2": Layout(4, cp=2, ep=2),
-    "pp2_vpp2_tp2_ep2": Layout(4, pp=2, vpp=2, tp=2, ep=2),
 }
 
 
@@ -27,9 +29,9 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {family: make_checkpoint(folder, family) for family in EXPERTS}
 
 
-@pytest.fixture(scope="module", params=list(LAYOUTS))
+@pytest.fixture(scope="module", params=[*LAYOUTS, *(pytest.param(name, marks=pytest.mark.slow) for name in BY_HAND)])
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    yield from start_ranks(LAYOUTS[request.param])
+    yield from start_ranks((LAYOUTS | BY_HAND)[request.param])
 
 
 @pytest.mark.parametrize("family", EXPERTS)
