@@ -61,31 +61,37 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=None, help="Markdown file to write the table to")
     arguments = parser.parse_args()
     warm = warm_start(arguments.out, arguments.ranks)
-    outcomes = [run(name, arguments, warm) for name in arguments.only]
-    text = report(outcomes, arguments)
-    print(text)
-    if arguments.results is not None:
-        arguments.results.write_text(text)
-    poor = [outcome.name for outcome in outcomes if outcome.last < outcome.first + MIN_GAIN]
-    if poor:
-        sys.exit(f"held-out reward did not rise by {MIN_GAIN}: {', '.join(poor)}")
+    outcomes, bad = [], []
+    for name in arguments.only:
+        outcome = run(name, arguments, warm)
+        if outcome is None or outcome.last < outcome.first + MIN_GAIN:
+            bad.append(name)
+        outcomes += [outcome] if outcome else []
+        if arguments.results is not None:
+            arguments.results.write_text(report(outcomes, arguments))
+    print(report(outcomes, arguments))
+    if bad:
+        sys.exit(f"failed, or held-out reward did not rise by {MIN_GAIN}: {', '.join(bad)}")
 
 
 def warm_start(out: Path, ranks: int) -> Path:
     """The checkpoint all runs start from; made once."""
     checkpoint = RunFolder(out / "warm").checkpoint
     if not checkpoint.exists():
-        launch([sys.executable, str(ROOT / "scripts/prepare_addition.py"), "--out", str(out / "data"), "--val", "256"])
         settings = ["trainer.steps=200", "trainer.val_interval=0", f"actor.model.path={out}/data/model"]
-        launch(training("addition_sft", "warm", out, ranks, settings))
+        prepare = [sys.executable, str(ROOT / "scripts/prepare_addition.py"), "--out", str(out / "data"), "--val", "256"]
+        if launch(prepare) or launch(training("addition_sft", "warm", out, ranks, settings)):
+            sys.exit("the warm start failed")
     return checkpoint
 
 
-def run(name: str, arguments: argparse.Namespace, warm: Path) -> Outcome:
+def run(name: str, arguments: argparse.Namespace, warm: Path) -> Outcome | None:
+    """One algorithm's run; None if it failed."""
     settings = [f"algorithm={name}", f"actor.model.path={warm}", f"trainer.steps={arguments.steps}", "trainer.val_interval=0",
-                "trainer.save_final=false", "actor.optimizer.warmup_steps=10", *EXTRA[name]]
+                "trainer.save_final=false", "rollout.max_num_seqs=256", "actor.optimizer.warmup_steps=10", *EXTRA[name]]
     start = time.perf_counter()
-    launch(training(EXPERIMENT.get(name, "addition_grpo"), name, arguments.out, arguments.ranks, settings))
+    if launch(training(EXPERIMENT.get(name, "addition_grpo"), name, arguments.out, arguments.ranks, settings)):
+        return None
     seconds = time.perf_counter() - start
     rows = read_metrics(RunFolder(arguments.out / name).metrics)
     held_out = [row[VAL_REWARD] for row in rows if VAL_REWARD in row]
@@ -100,13 +106,11 @@ def training(experiment: str, name: str, out: Path, ranks: int, settings: list[s
             f"trainer.output_dir={out}", "trainer.overwrite=true", *settings]
 
 
-def launch(command: list[str]) -> None:
-    """Run to the end; a failure ends the script with its exit code."""
+def launch(command: list[str]) -> int:
+    """The exit code of a command."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
-    code = subprocess.run(command, cwd=ROOT, env=environment).returncode
-    if code:
-        sys.exit(f"exit code {code}: {' '.join(command)}")
+    return subprocess.run(command, cwd=ROOT, env=environment).returncode
 
 
 def report(outcomes: list[Outcome], arguments: argparse.Namespace) -> str:

@@ -47,7 +47,7 @@ class ActorWorker:
         return estimator(batch, self._sum_over_ranks)
 
     def _sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
-        total = values.to(self.engine.device.torch_device)
+        total = values.to(self.context.device_name)
         dist.all_reduce(total)
         return total.to(values.device)
 
