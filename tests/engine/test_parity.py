@@ -54,34 +54,31 @@ def test_qwen2(ranks: Ranks, paths: dict[str, str]) -> None:
         compare(ranks.pool, ranks.layout, paths["qwen2"], {"budget": 64, "seed": 2, "sequence_parallel": True})
 
 
-def test_tied_llama(ranks: Ranks, paths: dict[str, str]) -> None:
-    compare(ranks.pool, ranks.layout, paths["llama"], {"budget": 16, "seed": 3, "sequence_parallel": ranks.sequence_parallel})
+def turn(ranks: Ranks, every: int) -> int:
+    """The tests below take turns: each runs in half of the layouts, or for a share of the families."""
+    return list(LAYOUTS.values()).index(ranks.layout) % every
 
 
-def test_another_family(ranks: Ranks, paths: dict[str, str]) -> None:
-    """The other families take turns, so that each runs in at least four layouts, with and without sequence parallelism."""
-    others = sorted(set(FAMILIES) - {"llama", "qwen2"})
-    family = others[list(LAYOUTS.values()).index(ranks.layout) % len(others)]
-    compare(ranks.pool, ranks.layout, paths[family], {"budget": 48, "sequence_parallel": ranks.layout.tp == 2, "seed": 13})
-
-
-def test_scalar_head(ranks: Ranks, paths: dict[str, str]) -> None:
-    options = {"head": "scalar", "budget": 30, "seed": 4}
-    compare(ranks.pool, ranks.layout, paths["scalar"], {**options, "sequence_parallel": ranks.sequence_parallel})
-    new = ranks.pool.run(jobs.train, paths["qwen2"], ranks.layout, {**options, "model_seed": 3, "steps": 0})
+def test_tied_llama_or_scalar_head(ranks: Ranks, paths: dict[str, str]) -> None:
+    options = {"budget": 16, "seed": 3, "sequence_parallel": ranks.sequence_parallel}
+    if turn(ranks, 2):
+        compare(ranks.pool, ranks.layout, paths["llama"], options)
+        return
+    compare(ranks.pool, ranks.layout, paths["scalar"], {**options, "head": "scalar"})
+    new = ranks.pool.run(jobs.train, paths["qwen2"], ranks.layout, {**options, "head": "scalar", "model_seed": 3, "steps": 0})
     assert torch.equal(join(new, "shards")["score.weight"], initial_score((1, 64), 0.02, 3))  # the same in every layout
 
 
-@settings(max_examples=4, deadline=None)
+def test_another_family(ranks: Ranks, paths: dict[str, str]) -> None:
+    """Each in at least four layouts, with and without sequence parallelism."""
+    others = sorted(set(FAMILIES) - {"llama", "qwen2"})
+    family = others[turn(ranks, len(others))]
+    compare(ranks.pool, ranks.layout, paths[family], {"budget": 48, "sequence_parallel": ranks.layout.tp == 2, "seed": 13})
+
+
+@settings(max_examples=3, deadline=None)
 @given(st.lists(ROW, min_size=1, max_size=9), st.integers(1, 80), SPLIT, HEAD)
 def test_ragged_batches(ranks: Ranks, paths: dict[str, str], shape: list, budget: int, split: str, head: str) -> None:
     """Micro-batches, packing order and ranks change nothing: empty responses, masked rows, single tokens, ranks without rows."""
     options = {"shape": shape, "budget": budget, "split": split, "order_seed": budget, "head": head, "seed": len(shape)}
     compare_measure(ranks.pool, ranks.layout, paths["llama" if head == "lm" else "scalar"], options)
-
-
-def test_first_update_is_on_policy(ranks: Ranks, paths: dict[str, str]) -> None:
-    same = ranks.pool.run(jobs.on_policy_ratio, paths["qwen2"], ranks.layout, {"seed": 3}, (40, 40))
-    assert all(gap < 1e-6 and clipped == 0.0 for gap, clipped in same)
-    other = ranks.pool.run(jobs.on_policy_ratio, paths["qwen2"], ranks.layout, {"seed": 3}, (200, 16))
-    assert all(gap < 5e-6 and clipped == 0.0 for gap, clipped in other)

@@ -40,6 +40,13 @@ def test_the_same_run_gives_the_same_bits(ranks: Ranks, paths: dict[str, str], b
         assert all(torch.equal(tensor, second["shards"][name]) for name, tensor in first["shards"].items())
 
 
+def test_first_update_is_on_policy(ranks: Ranks, paths: dict[str, str]) -> None:
+    same = ranks.pool.run(jobs.on_policy_ratio, paths["qwen2"], ranks.layout, {"seed": 3}, (40, 40))
+    assert all(gap < 1e-6 and clipped == 0.0 for gap, clipped in same)
+    other = ranks.pool.run(jobs.on_policy_ratio, paths["qwen2"], ranks.layout, {"seed": 3}, (200, 16))
+    assert all(gap < 5e-6 and clipped == 0.0 for gap, clipped in other)
+
+
 @pytest.mark.parametrize("broken_dp", [0, 1])
 def test_an_update_that_is_not_finite_changes_nothing(ranks: Ranks, paths: dict[str, str], broken_dp: int) -> None:
     results = ranks.pool.run(jobs.broken_then_good, paths["llama"], ranks.layout, {"seed": 11}, broken_dp)
