@@ -15,6 +15,7 @@ from hybridflow.config.layout import Layout
 from hybridflow.config.schema import Config
 from hybridflow.data.batch import Batch, Ragged
 from hybridflow.engine.loss_types import LossOutput, TokenBatch
+from hybridflow.errors import WeightsDifferError
 from hybridflow.models.checkpoint import export
 from hybridflow.reshard.execute import Resharder
 from hybridflow.reshard.grouping import generation_layout
@@ -71,6 +72,25 @@ def generate(name: str, tp_g: int, version: int, prompts: Batch) -> tuple[Batch,
     batch = rollout.generate(prompts, step=version, n=1, temperature=1.0, seed=3, version=version)
     rollout.sleep()
     return batch, gap, differing(resharder), report.bytes_received
+
+
+def damaged(name: str, tp_g: int, parameter: str, rank: int) -> str:
+    """What the probe raises when one number of a generation weight of `rank` is wrong after a sync."""
+    rollout, resharder, probe = TRAINERS[name].rollouts[tp_g]
+    rollout.wake_weights()
+    resharder.run()
+    if dist.get_rank() == rank:
+        with torch.no_grad():
+            rollout.parameters()[parameter][3, 5] += 4.0
+    rollout.set_version(9)
+    rollout.wake_kv()
+    try:
+        probe.after_sync()
+    except WeightsDifferError as error:
+        return str(error)
+    finally:
+        rollout.sleep()
+    return "no error"
 
 
 def update(name: str, folder: str) -> float:

@@ -1,4 +1,5 @@
-"""Trainer, resharding and vLLM together on ranks: output equals Hugging Face, before and after an optimizer step.
+"""Trainer, resharding and vLLM together on ranks: output equals Hugging Face, before and after an optimizer step; a wrong
+weight is found and named.
 
 A covering subset of scripts/reshard_matrix.py: TP2 x PP2 to replicas of 2 (half of the layers are the trainer's memory) and of
 4 ranks (2 key-value heads are repeated, slices in another order than the ranks), vocabulary 101, untied.
@@ -6,6 +7,7 @@ A covering subset of scripts/reshard_matrix.py: TP2 x PP2 to replicas of 2 (half
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,7 +49,7 @@ def gap_to_hugging_face(folder: str, batch: Batch, dtype: torch.dtype = torch.fl
     return worst
 
 
-def test_output_equals_hugging_face_across_an_update(pool: RankPool, tmp_path: Path) -> None:
+def test_output_equals_hugging_face_across_an_update_and_a_damaged_weight_is_named(pool: RankPool, tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "first", "qwen2", hidden=128, tied=False)
     pool.run(on_ranks.start, "qwen2", folder, LAYOUT, "float32")
     shared = {tp_g: pool.run(on_ranks.attach, "qwen2", tp_g) for tp_g in (2, 4)}
@@ -65,3 +67,7 @@ def test_output_equals_hugging_face_across_an_update(pool: RankPool, tmp_path: P
             assert pool.run(on_ranks.update, "qwen2", folder)[0] > 0
     assert sampled[2, 0] == sampled[4, 0] != sampled[2, 1] == sampled[4, 1]
     assert max(received[4]) < max(received[2])
+    name = "model.layers.1.mlp.down_proj.weight"
+    messages = pool.run(on_ranks.damaged, "qwen2", 4, name, 2)
+    assert len({message.splitlines()[-1] for message in messages}) == 1
+    assert all(re.search(rf"(?s)version 9: rollout and trainer log-probs.*bound.*\n{name} of rank 2 at", m) for m in messages), messages
