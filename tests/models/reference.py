@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -15,10 +16,10 @@ def interleave(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, groups: int) -
     return torch.cat(parts, dim=1).reshape(-1, *q.shape[1:])
 
 
-def rows(tensor: torch.Tensor, tp: int, rank: int, multiple: int = 1) -> torch.Tensor:
-    """This rank's rows after zero padding to a multiple of `multiple`, then of `tp`."""
+def rows(tensor: torch.Tensor, tp: int, rank: int) -> torch.Tensor:
+    """This rank's rows after zero padding to a multiple of 64 and of `tp`, as both engines have it."""
+    multiple = math.lcm(64, tp)
     height = -(-tensor.shape[0] // multiple) * multiple
-    height = -(-height // tp) * tp
     padded = torch.zeros(height, *tensor.shape[1:], dtype=tensor.dtype)
     padded[: tensor.shape[0]] = tensor
     return padded.chunk(tp)[rank]
@@ -63,7 +64,7 @@ def megatron(state: Tensors, config: Any, layers: list[int], tp: int, rank: int,
 def vllm(state: Tensors, config: Any, tp: int, rank: int) -> Tensors:
     """Parameters of one tensor-parallel rank, as vLLM names them."""
     names = ["model.embed_tokens.weight"] + ([] if config.tie_word_embeddings else ["lm_head.weight"])
-    result = {name: rows(state[name], tp, rank, multiple=64) for name in names}
+    result = {name: rows(state[name], tp, rank) for name in names}
     result["model.norm.weight"] = state["model.norm.weight"]
     repeat, kv = max(1, tp // config.num_key_value_heads), config.num_key_value_heads
     for n in range(config.num_hidden_layers):
