@@ -10,7 +10,6 @@ from hybridflow.config.schema import Config
 from hybridflow.data.batch import Batch
 from hybridflow.data.chat import Messages
 from hybridflow.data.tokenizer import load_tokenizer
-from hybridflow.engine.host_weights import HostWeights
 from hybridflow.errors import ModelError, NumericsError
 from hybridflow.models.scalar_head import SCORE
 from hybridflow.models.tensor_files import describe
@@ -31,8 +30,7 @@ class RewardModelWorker:
         self.text = ScoredText(load_tokenizer(self.settings.model, f"{self.place}.model"), load_tokenizer(config.actor.model),
                                read_model_facts(path, f"{self.place}.model.path").longest_sequence, self.place)
         self.engine = build_engine(context, self.settings, config, head="scalar")
-        # Without a GPU the weights are in host memory anyway.
-        self.idle = HostWeights(self.engine.parameters()) if self.settings.offload and context.device_name == "cuda" else None
+        self.idle_on_host = self.settings.offload and context.device_name == "cuda"  # without a GPU they are there anyway
         self._sleep()
 
     @register(Protocol.ONE_TO_ALL)
@@ -48,8 +46,7 @@ class RewardModelWorker:
         actor's. Raises NumericsError when a score is not finite.
         """
         rows, cut = self.text.rows(batch, texts, chats)
-        if self.idle is not None:
-            self.idle.restore()
+        self.engine.onload_weights()
         score = self.engine.scores(rows, token_budget=self.settings.score_max_tokens_per_micro_batch)
         self._sleep()
         if not bool(score.isfinite().all()):
@@ -58,5 +55,5 @@ class RewardModelWorker:
         return Batch({f"reward_model/{self.name}": score}), {"cut": float(cut)}
 
     def _sleep(self) -> None:
-        if self.idle is not None:
-            self.idle.drop()
+        if self.idle_on_host:
+            self.engine.offload_weights()
