@@ -45,17 +45,16 @@ def gae(rewards: Ragged, values: Ragged | None, *, gamma: float, lam: float, mas
     """
     keep_T = torch.ones(len(rewards.values), dtype=torch.bool) if mask is None else mask.values.bool()
     lengths = Ragged(keep_T.long(), rewards.lengths).sums()
-    reward_BS = _padded(rewards.values[keep_T], lengths)
-    value_BS = torch.zeros_like(reward_BS) if values is None else _padded(values.values[keep_T], lengths)
-    advantage_BS = torch.zeros_like(reward_BS)
+    reward_SB = _padded(rewards.values[keep_T], lengths).t().contiguous()  # one step of all rows lies together: the loop reads it so
+    value_SB = torch.zeros_like(reward_SB) if values is None else _padded(values.values[keep_T], lengths).t().contiguous()
+    advantage_SB = torch.zeros_like(reward_SB)
     following_B = next_value_B = torch.zeros(len(lengths), dtype=torch.float64)
-    for step in range(reward_BS.shape[1] - 1, -1, -1):  # slots after the end hold 0 and pass 0 on
-        delta_B = reward_BS[:, step] + gamma * next_value_B - value_BS[:, step]
-        following_B = delta_B + gamma * lam * following_B
-        advantage_BS[:, step] = following_B
-        next_value_B = value_BS[:, step]
-    inside_BS = _inside(lengths, reward_BS.shape[1])
-    return tuple(_scattered(found_BS[inside_BS], keep_T, rewards.lengths) for found_BS in (advantage_BS, advantage_BS + value_BS))
+    for step in range(len(reward_SB) - 1, -1, -1):  # slots after the end hold 0 and pass 0 on
+        following_B = reward_SB[step] + gamma * next_value_B - value_SB[step] + gamma * lam * following_B
+        advantage_SB[step], next_value_B = following_B, value_SB[step]
+    inside_BS = _inside(lengths, len(reward_SB))
+    found = (advantage_SB, advantage_SB + value_SB)
+    return tuple(_scattered(found_SB.t()[inside_BS], keep_T, rewards.lengths) for found_SB in found)
 
 
 def moments(values_T: torch.Tensor, sum_over_ranks: SumOverRanks) -> tuple[float, float]:
