@@ -46,8 +46,8 @@ class ScoredText:
         ids = batch["prompt_id"].tolist()
         responses = decode_rows(self.actor, batch["response_ids"])
         if self.tokenizer.chat_template is not None:
-            talks = [[*chats.get(i, [{"role": "user", "content": texts[i]}]), {"role": "assistant", "content": response}]
-                     for i, response in zip(ids, responses)]
+            asked = {i: chats[i] if i in chats else [{"role": "user", "content": texts[i]}] for i in set(ids)}
+            talks = [[*asked[i], {"role": "assistant", "content": response}] for i, response in zip(ids, responses)]
             return encode_chats(self.tokenizer, [render_conversation(self.tokenizer, talk, self.place) for talk in talks])
         rows = encode_texts(self.tokenizer, [texts[i] + response for i, response in zip(ids, responses)])
         end = self.tokenizer.eos_token_id

@@ -74,9 +74,9 @@ class ModelSource:
             return None
         if not self.reads_text:
             return self.role.compute_score(rows, texts={}, chats={})
-        texts = {i: text for i, text in prompts.texts.items() if i not in prompts.chats}
         if not isinstance(self.settings, JudgeConfig):
-            return self.role.compute_score(rows, texts=texts, chats=dict(prompts.chats))
+            return self.role.compute_score(rows, texts=dict(prompts.texts), chats=dict(prompts.chats))
+        texts = {i: text for i, text in prompts.texts.items() if i not in prompts.chats}
         fields = question_fields(self.settings)
         columns = {i: {name: value for name, value in row.items() if name in fields} for i, row in prompts.columns.items()}
         return self.role.compute_score(rows, texts=texts, chats=dict(prompts.chats), columns=columns)

@@ -92,4 +92,4 @@ def _engine(context: WorkerContext, judge: JudgeConfig, seed: int) -> Any:
         model_path=judge.model.path, groups=groups, rank=context.rank, local_rank=Device.detect(context.device_name).index,
         dtype=judge.model.dtype, seed=seed, max_model_len=judge.max_prompt_length + judge.max_response_length,
         max_num_seqs=judge.max_num_seqs, max_num_batched_tokens=judge.max_num_batched_tokens,
-        kv_cache_bytes=int(judge.kv_cache_gib * GIB), enforce_eager=False, load_format="auto"))
+        kv_cache_bytes=int(judge.kv_cache_gib * GIB), enforce_eager=False, load_format="auto"), shared={})

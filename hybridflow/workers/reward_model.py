@@ -42,8 +42,8 @@ class RewardModelWorker:
     def compute_score(self, batch: Batch, *, texts: dict[int, str], chats: dict[int, Messages]) -> tuple[Batch, dict[str, float]]:
         """Adds reward_model/<name>, float32 [B]; beside it `cut`, the responses whose text was longer than the model's context.
 
-        texts, chats: the prompts by prompt_id (plain ones, those with messages), for a model with another tokenizer than the
-        actor's. Raises NumericsError when a score is not finite.
+        texts, chats: by prompt_id the text of every prompt and the messages of those that have some, for a model with another
+        tokenizer than the actor's. Raises NumericsError when a score is not finite.
         """
         rows, cut = self.text.rows(batch, texts, chats)
         self.engine.onload_weights()
