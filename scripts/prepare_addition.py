@@ -7,6 +7,10 @@ DIR/val.parquet: sums of two numbers from 0 to 99. A prompt is `37+45=` (two dig
 digits from the units up, `28`, which is the order in which one adds by hand (hybridflow/rewards/tasks/addition.py).
 The column `answer` holds the sum as a number, `response` the text that supervised training imitates. A pair of numbers
 stands in one of the two files only, and so does the same pair the other way round.
+
+The same sums as preferences: DIR/train_pairs.parquet and val_pairs.parquet (`chosen`: the sum, `rejected`: the sum with one
+digit wrong; DPO, reward model) and DIR/train_labels.parquet and val_labels.parquet (`response`: one of the two, `label`: is it
+the sum; KTO).
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from __future__ import annotations
 import argparse
 import random
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pyarrow.parquet
@@ -36,9 +41,11 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     write_model(arguments.out / "model", arguments.seed)
     train, val = split(arguments.val, arguments.seed)
-    write_rows(arguments.out / "train.parquet", train)
-    write_rows(arguments.out / "val.parquet", val)
-    print(f"model, train.parquet ({len(train)} sums) and val.parquet ({len(val)} sums) are in {arguments.out}")
+    draw = random.Random(arguments.seed)
+    for name, pairs in (("train", train), ("val", val)):
+        for kind, rows in (("", sums(pairs)), ("_pairs", preferences(pairs, draw)), ("_labels", labelled(pairs, draw))):
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), arguments.out / f"{name}{kind}.parquet")
+    print(f"model, train.parquet ({len(train)} sums), val.parquet ({len(val)} sums) and both as pairs and labels are in {arguments.out}")
 
 
 def write_model(path: Path, seed: int) -> None:
@@ -66,9 +73,35 @@ def split(held_out: int, seed: int) -> tuple[list[tuple[int, int]], list[tuple[i
     return train, val[:held_out]
 
 
-def write_rows(path: Path, pairs: list[tuple[int, int]]) -> None:
-    rows = [{"prompt": f"{a:02d}+{b:02d}=", "response": spell(a + b), "answer": a + b} for a, b in pairs]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+def sums(pairs: list[tuple[int, int]]) -> list[dict[str, Any]]:
+    """Rows for supervised training and rewards."""
+    return [{"prompt": prompt(a, b), "response": spell(a + b), "answer": a + b} for a, b in pairs]
+
+
+def preferences(pairs: list[tuple[int, int]], draw: random.Random) -> list[dict[str, Any]]:
+    """Rows for DPO and reward models: the sum is better than a wrong one."""
+    return [{"prompt": prompt(a, b), "chosen": spell(a + b), "rejected": spell(wrong(a + b, draw))} for a, b in pairs]
+
+
+def labelled(pairs: list[tuple[int, int]], draw: random.Random) -> list[dict[str, Any]]:
+    """Rows for KTO: about half of the responses are right."""
+    rows = []
+    for a, b in pairs:
+        right = draw.random() < 0.5
+        rows.append({"prompt": prompt(a, b), "response": spell(a + b if right else wrong(a + b, draw)), "label": right})
+    return rows
+
+
+def prompt(a: int, b: int) -> str:
+    return f"{a:02d}+{b:02d}="
+
+
+def wrong(number: int, draw: random.Random) -> int:
+    """The number with one digit changed, as many digits long."""
+    digits = str(number)
+    place = draw.randrange(len(digits))
+    others = [digit for digit in "0123456789" if digit != digits[place] and (digit != "0" or place > 0 or len(digits) == 1)]
+    return int(digits[:place] + draw.choice(others) + digits[place + 1 :])
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -86,13 +86,15 @@ def kl_controllers(config: Config) -> dict[str, Controller]:
 class Algorithm:
     """`step(flow, prompts)` runs the dataflow on one draw of prompts.
 
-    losses: for each trained role, what makes its token loss from the configuration. controllers: makes what Flow.controllers
-    holds. What a run needs beside that (roles, generation, limits of settings) is declared in config/algorithms.py.
+    losses: for each trained role, what makes its token loss from the configuration. evaluate: held-out measures (means over all
+    rows of the batches) of an algorithm with given responses; None where validation generates and scores. controllers: makes what
+    Flow.controllers holds. What a run needs beside that (roles, generation, limits of settings) is declared in config/algorithms.py.
     """
 
     name: str
     step: Callable[[Flow, Prompts], StepOutput]
     losses: dict[str, Callable[[Config], TokenLoss]]
+    evaluate: Callable[[Flow, Iterable[ShardedBatch]], dict[str, float]] | None = None
     controllers: Callable[[Config], dict[str, Controller]] = kl_controllers
 
     @property

@@ -21,6 +21,12 @@ def mean_of(updates: list[dict[str, float]]) -> dict[str, float]:
     return merged
 
 
+def length_metrics(batch: ShardedBatch) -> dict[str, float]:
+    """Tokens of given responses."""
+    length_B = batch["response_length"].double()
+    return {"response_length/mean": length_B.mean().item(), "response_length/max": length_B.max().item()}
+
+
 def rollout_metrics(batch: ShardedBatch, config: Config) -> dict[str, float]:
     """Rewards (over the scored responses), lengths, entropy, KL, and how rollout and trainer probabilities differ (token means)."""
     length_B, reward_B = batch["response_length"].double(), batch["reward"].double()

@@ -11,7 +11,9 @@ def algorithm_problems(config: Config) -> list[str]:
     facts = ALGORITHMS.get(config.algorithm.name)
     if facts is None:
         return []
-    return _group_problems(config) + (_kl_problems(config.algorithm) + _loss_problems(config) if facts.generates else []) + (
+    if not facts.generates:
+        return _preference_problems(config)
+    return _group_problems(config) + _kl_problems(config.algorithm) + _loss_problems(config) + (
         _critic_problems(config) if "critic" in facts.roles else []) + (_cost_problems(config) if "cost" in facts.roles else [])
 
 
@@ -73,4 +75,17 @@ def _cost_problems(config: Config) -> list[str]:
     if config.data.ptx_files and algorithm.ptx_coef == 0:
         problems.append(f"data.ptx_files={config.data.ptx_files} with algorithm.ptx_coef=0: they would not be read; set "
                         "algorithm.ptx_coef, or remove them.")
+    return problems
+
+
+def _preference_problems(config: Config) -> list[str]:
+    algorithm, problems = config.algorithm, []
+    if algorithm.name == "dpo" and algorithm.preference_loss == "ipo" and algorithm.label_smoothing > 0:
+        problems.append(f"algorithm.label_smoothing={algorithm.label_smoothing} with algorithm.preference_loss=ipo: IPO has no such term; "
+                        "use 0, or algorithm.preference_loss=dpo.")
+    rows = algorithm.mini_batch_size or config.data.train_batch_size
+    if algorithm.name == "kto" and rows < 2:
+        key = "data.train_batch_size" if algorithm.mini_batch_size is None else "algorithm.mini_batch_size"
+        problems.append(f"{key}={rows} with algorithm.name=kto: the reference point comes from prompts with the responses of other rows; "
+                        "use 2 or more.")
     return problems

@@ -58,13 +58,13 @@ class BatchPlan:
 
     layout: Layout
     prompts: int
-    n: int  # responses per prompt; 1 where they are given
+    n: int  # responses per prompt; where they are given: 1, or 2 of a preference pair
     rows_per_dp_rank: int
     log_prob: Passes | None  # of the actor on a rollout
     mini_batch_rows: int
     optimizer_steps: int  # per step of the trainer
     mini_batch_rows_per_dp_rank: int
-    update: Passes | None  # of one optimizer step; None where the data files set the length of responses
+    update: Passes  # of one optimizer step
     rollout: RolloutPlan | None
     others: tuple[RolePlan, ...] = ()  # the roles with a model beside the actor
 
@@ -110,7 +110,7 @@ def batch_plan(config: Config, world: int, generation: GenerationLayout | None =
         mini_batch_rows=mini,
         optimizer_steps=config.algorithm.update_epochs * (rows // mini),
         mini_batch_rows_per_dp_rank=mini // layout.dp,
-        update=passes(mini // layout.dp, longest, config.actor.max_tokens_per_micro_batch) if generating else None,
+        update=passes(mini // layout.dp, longest, config.actor.max_tokens_per_micro_batch),
         rollout=_rollout_plan(config, generation) if generation is not None else None,
         others=tuple(_role_plan(role, placed, rows, mini, longest) for role in model_roles(config)[1:]),
     )
@@ -136,7 +136,8 @@ def _rollout_plan(config: Config, generation: GenerationLayout) -> RolloutPlan:
 def render(plan: BatchPlan) -> str:
     """The plan as a few aligned lines."""
     layout = plan.layout
-    lines = [("step", f"{plan.prompts} prompts x n={plan.n} -> {plan.rows} sequences")]
+    given = f"{plan.prompts} rows of data" if plan.rollout is None else f"{plan.prompts} prompts x n={plan.n}"
+    lines = [("step", f"{given} -> {plan.rows} sequences")]
     if plan.rollout is not None:
         rollout = plan.rollout
         infer_tp = len(rollout.mesh[0])
@@ -161,9 +162,7 @@ def render(plan: BatchPlan) -> str:
     return "\n".join(f"  {name:<14} {text}" for name, text in lines)
 
 
-def _passes_text(rows: int, work: Passes | None) -> str:
-    if work is None:
-        return f"{rows} sequences per dp rank, packed by the token budget"
+def _passes_text(rows: int, work: Passes) -> str:
     passes_ = "1 pass" if work.count == 1 else f"at most {work.count} passes"
     return f"{rows} sequences per dp rank, {work.rows_per_pass} of full length per micro-batch -> {passes_}"
 

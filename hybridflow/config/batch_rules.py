@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from hybridflow.config.algorithms import ALGORITHMS
 from hybridflow.config.model_facts import ModelFacts
 from hybridflow.config.placement import actor_ranks, layout_of, ranks_of
 from hybridflow.config.ranges import divisors, multiples_near, nearest_values
@@ -15,14 +16,27 @@ GIB = 1 << 30
 BYTES = {"bfloat16": 2, "float32": 4}
 
 
+def rows_per_unit(config: Config) -> int:
+    """Rows that stay together on one data-parallel rank and in one mini-batch: two for a preference pair."""
+    facts = ALGORITHMS.get(config.algorithm.name)  # an unknown name is reported by the range check of its key
+    return facts.rows_per_unit if facts else 1
+
+
 def rows_per_step(config: Config) -> int:
-    """Rows one step trains on: prompts x responses, or the prompts with their given response."""
-    return config.data.train_batch_size * (config.rollout.n if generates(config) else 1)
+    """Rows one step trains on: prompts x responses, or the rows of the data with their given responses."""
+    return config.data.train_batch_size * (config.rollout.n if generates(config) else rows_per_unit(config))
+
+
+def longest_response(config: Config) -> tuple[str, int]:
+    """Key and value of the limit of a response, generated or given, in tokens."""
+    if generates(config):
+        return "rollout.max_response_length", config.rollout.max_response_length
+    return "data.max_response_length", config.data.max_response_length
 
 
 def longest_sequence(config: Config) -> int:
-    """Tokens of the longest prompt with its response. Responses of a data file have no limit of their own: only the prompt counts."""
-    return config.data.max_prompt_length + (config.rollout.max_response_length if generates(config) else 0)
+    """Tokens of the longest prompt with its response."""
+    return config.data.max_prompt_length + longest_response(config)[1]
 
 
 def batch_problems(config: Config, world: int) -> list[str]:
@@ -32,7 +46,8 @@ def batch_problems(config: Config, world: int) -> list[str]:
     ranks = actor_ranks(roles, world)
     replicas = ranks // config.rollout.tp if generates(config) else 1
     prompts, rows = config.data.train_batch_size, rows_per_step(config)
-    n = rows // prompts
+    unit = rows_per_unit(config)
+    n = rows // prompts // unit
     step = math.lcm(replicas, *(dp // math.gcd(dp, n) for dp in dp_of.values()))
     near = multiples_near(prompts, step)
     problems = []
@@ -40,23 +55,24 @@ def batch_problems(config: Config, world: int) -> list[str]:
         problems.append(f"data.train_batch_size={prompts}: must divide over {replicas} rollout replicas "
                         f"({ranks} ranks / rollout.tp={config.rollout.tp}); nearest that works: {near}.")
     for role, dp in dp_of.items():
-        if rows % dp:
+        if rows // unit % dp:
             parallel, what = role.settings.parallel, f"x rollout.n={n} = {rows} responses" if generates(config) else "rows"
             problems.append(f"data.train_batch_size={prompts} {what}: must divide over {dp} data-parallel ranks of the {role.name} "
                             f"({ranks_of(role, roles, world)} ranks / tp={parallel.tp} pp={parallel.pp}); nearest that works: {near}.")
     trained = [dp for role, dp in dp_of.items() if role.trained]
-    return problems + _mini_batch_problems(config.algorithm.mini_batch_size, rows, math.lcm(*trained))
+    return problems + _mini_batch_problems(config.algorithm.mini_batch_size, rows, math.lcm(*trained), unit)
 
 
-def _mini_batch_problems(size: int | None, rows: int, dp: int) -> list[str]:
+def _mini_batch_problems(size: int | None, rows: int, dp: int, unit: int) -> list[str]:
     if size is None:
         return []
-    valid = [number for number in divisors(rows) if number % dp == 0]
+    valid = [number for number in divisors(rows) if number % (dp * unit) == 0]
     wrong = []
     if rows % size:
         wrong.append(f"must divide the {rows} responses of a step")
-    if size % dp:
-        wrong.append(f"must be a multiple of the {dp} data-parallel ranks")
+    if size % (dp * unit):
+        pairs = " x 2, since a pair stays on one rank" if unit == 2 else ""
+        wrong.append(f"must be a multiple of the {dp} data-parallel ranks{pairs}")
     near = f"nearest that works: {nearest_values(size, valid)}" if valid else "change data.train_batch_size first"
     return [f"algorithm.mini_batch_size={size}: {' and '.join(wrong)}; {near}."] if wrong else []
 
@@ -64,9 +80,7 @@ def _mini_batch_problems(size: int | None, rows: int, dp: int) -> list[str]:
 def length_problems(config: Config, facts: ModelFacts | None, others: Mapping[str, ModelFacts]) -> list[str]:
     """The longest sequence against the positions of every model and the token budgets."""
     longest = longest_sequence(config)
-    parts = f"data.max_prompt_length={config.data.max_prompt_length}"
-    if generates(config):
-        parts += f" + rollout.max_response_length={config.rollout.max_response_length} = {longest}"
+    parts = f"data.max_prompt_length={config.data.max_prompt_length} + {'='.join(map(str, longest_response(config)))} = {longest}"
     problems = []
     judges = {role.name for role in model_roles(config) if role.is_judge}
     for model in [facts, *(model for name, model in others.items() if name not in judges)]:

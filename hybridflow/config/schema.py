@@ -201,6 +201,12 @@ class AlgorithmConfig:
     overlong_penalty: float = setting(1.0, minimum=0)  # taken off the reward of a response of full length
     ptx_coef: float = setting(0.0, minimum=0)  # Safe-RLHF: weight of the likelihood of data.ptx_files in the actor's loss
     max_refills: int = setting(0, minimum=0)  # DAPO: further draws of prompts in place of groups with equal rewards; 0: keep them
+    beta: float = setting(0.1, above=0)  # DPO, KTO: scale of the implicit reward, log policy - log reference of a response
+    # of a pair of responses: dpo, or ipo (squared distance to a margin of 1 / (2 beta))
+    preference_loss: str = setting("dpo", choices=("dpo", "ipo"))
+    label_smoothing: float = setting(0.0, minimum=0, below=0.5)  # DPO: assumed share of pairs with the wrong response chosen
+    desirable_weight: float = setting(1.0, above=0)  # KTO: weight of the loss of desirable responses
+    undesirable_weight: float = setting(1.0, above=0)  # KTO: weight of the loss of the others
 
 
 @dataclass

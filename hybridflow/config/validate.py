@@ -16,7 +16,7 @@ from hybridflow.config.optimizer_rules import optimizer_problems
 from hybridflow.config.placement import actor_ranks, ranks_of
 from hybridflow.config.ranges import missing_problems, range_problems
 from hybridflow.config.reward_models import reward_model_problems
-from hybridflow.config.roles import generates, has_role, model_roles
+from hybridflow.config.roles import generates, has_role, model_roles, uses_reference
 from hybridflow.config.schema import Config
 
 _ARITHMETIC = re.compile(r"(\w+\.)+parallel\.|(\w+\.)+ranks=|rollout\.(n|tp|max_\w+)=|data\.(train_batch_size|max_\w+)=|algorithm\.mini_")
@@ -38,7 +38,7 @@ def validate(config: Config, world: int, facts: ModelFacts | None, others: Mappi
     if generates(config):
         rules += [lambda: _sampling_problems(config), lambda: _reward_problems(config)]
     else:
-        rules.append(lambda: _supervised_problems(config))
+        rules.append(lambda: _given_response_problems(config))
     for rule in rules:
         problems += rule()
     if not _sizes_in_range(in_range):
@@ -119,14 +119,15 @@ def _reward_problems(config: Config) -> list[str]:
         for key, function in functions.items() if function not in ("???", "") and not _FUNCTION.fullmatch(function)]
 
 
-def _supervised_problems(config: Config) -> list[str]:
+def _given_response_problems(config: Config) -> list[str]:
     problems = []
     if config.rollout.temperature != 1:
         problems.append(f"rollout.temperature={config.rollout.temperature} with algorithm.name={config.algorithm.name}: it would scale "
                         "the trained log-probs; use 1.0.")
     if config.algorithm.kl_coef > 0 or config.algorithm.track_kl:
+        why = "algorithm.beta holds it to the reference" if uses_reference(config) else "it has no reference policy"
         problems.append(f"algorithm.kl_coef={config.algorithm.kl_coef}, algorithm.track_kl={str(config.algorithm.track_kl).lower()} with "
-                        f"algorithm.name={config.algorithm.name}: it has no reference policy; use 0 and false.")
+                        f"algorithm.name={config.algorithm.name}: {why}; use 0 and false.")
     if config.reward_models:
         problems.append(f"reward_models={list(config.reward_models)} with algorithm.name={config.algorithm.name}: it scores no responses; "
                         "remove them.")

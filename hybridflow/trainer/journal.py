@@ -6,7 +6,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hybridflow.algorithms.base import Prompts
 from hybridflow.cluster.sharded import ShardedBatch
-from hybridflow.config.roles import generates
+from hybridflow.config.algorithms import ALGORITHMS
 from hybridflow.observe.console import PlainConsole, make_console
 from hybridflow.observe.metrics import MetricsWriter
 from hybridflow.observe.rollouts import Rollout, from_batch, pick, write_rollouts
@@ -24,7 +24,7 @@ class Journal:
         self.folder = folder
         self.tokenizer: PreTrainedTokenizerBase = prepared.tokenizer
         self.rollouts_per_step = prepared.config.trainer.rollouts_per_step
-        kind = "prompts" if generates(prepared.config) else "responses"
+        kind = ALGORITHMS[prepared.config.algorithm.name].data
         self.console: PlainConsole = make_console(kind, prepared.steps)
         self.metrics = MetricsWriter(folder.metrics)
         self.ended = False

@@ -18,7 +18,7 @@ from hybridflow.trainer.draw import draw, given_responses
 from hybridflow.trainer.journal import Journal
 from hybridflow.trainer.prepare import Prepared
 from hybridflow.trainer.roles import Roles
-from hybridflow.trainer.validation import Validation, validate_policy, validation_loss
+from hybridflow.trainer.validation import Validation, validate_given, validate_policy
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class Trainer:
         with self.timer.phase("validate"):
             if self.rl:
                 return validate_policy(self.flow, self.prepared)
-            return validation_loss(self.flow, self.prepared)
+            return validate_given(self.flow, self.prepared)
 
     def _finish(self, steps: int) -> None:
         """Validate the last weights and write them."""

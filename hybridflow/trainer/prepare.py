@@ -10,6 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from hybridflow.algorithms.base import Algorithm
 from hybridflow.algorithms.registry import get_algorithm
+from hybridflow.config.algorithms import ALGORITHMS
+from hybridflow.config.batch_rules import rows_per_step
 from hybridflow.config.layout import GenerationLayout
 from hybridflow.config.optimizer_rules import optimizer_problems
 from hybridflow.config.placement import ACTOR, Placement
@@ -64,7 +66,7 @@ def prepare(config: Config, world: int) -> Prepared:
     algorithm = get_algorithm(config.algorithm.name)
     tokenizer = load_tokenizer(config.actor.model)
     rl = generates(config)
-    dataset = DATASETS["prompts" if rl else "responses"]
+    dataset = DATASETS[ALGORITHMS[algorithm.name].data]
     train = dataset(config.data.train_files, config.data, tokenizer)
     validation = dataset(config.data.val_files, config.data, tokenizer) if config.data.val_files else None
     sampler = PromptSampler(len(train), config.data.train_batch_size, config.trainer.seed, config.data.shuffle)
@@ -92,5 +94,5 @@ def _try_function(section: str, settings: RewardConfig, train: PromptDataset, to
 
 def updates_per_step(config: Config) -> int:
     """Optimizer steps of one rollout: update_epochs passes over its mini-batches."""
-    rows = config.data.train_batch_size * (config.rollout.n if generates(config) else 1)
+    rows = rows_per_step(config)
     return config.algorithm.update_epochs * math.ceil(rows / (config.algorithm.mini_batch_size or rows))

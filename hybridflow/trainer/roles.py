@@ -9,6 +9,7 @@ from hybridflow.algorithms.kl import kl_estimate
 from hybridflow.cluster.bootstrap import Cluster
 from hybridflow.cluster.pool import ResourcePool
 from hybridflow.cluster.worker_group import RoleHandle, WorkerGroup
+from hybridflow.config.algorithms import ALGORITHMS
 from hybridflow.config.layout import Layout
 from hybridflow.config.placement import ACTOR, Placement, split_ranks
 from hybridflow.config.reward_models import reward_models
@@ -24,8 +25,10 @@ from hybridflow.workers.reference import ReferenceWorker
 from hybridflow.workers.reward import RewardWorker
 from hybridflow.workers.reward_head import RewardHeadWorker
 from hybridflow.workers.reward_model import RewardModelWorker
+from hybridflow.workers.reward_training import RewardTrainingWorker
 
 Definition = tuple[type, dict[str, Any]]
+ACTORS = {"lm": ActorWorker, "scalar": RewardTrainingWorker}  # by the head of the trained model, where nothing is generated
 SCORERS = {"scalar": RewardModelWorker, "judge": JudgeWorker}  # by kind of reward model
 VALUES = {"critic": "values", "cost_critic": "cost_values"}  # critics, and what their values are called in batches
 
@@ -102,7 +105,7 @@ def model_definitions(prepared: Prepared) -> dict[str, Definition]:
     """Worker class and arguments of every role that has a model."""
     config = prepared.config
     loss = prepared.algorithm.losses[ACTOR](config)
-    actor = ActorRolloutWorker if generates(config) else ActorWorker
+    actor = ActorRolloutWorker if generates(config) else ACTORS[ALGORITHMS[config.algorithm.name].head]
     found: dict[str, Definition] = {ACTOR: (actor, {"config": config, "loss": loss, "total_steps": prepared.optimizer_steps(ACTOR)})}
     if uses_reference(config):
         kl = functools.partial(kl_estimate, estimator=config.algorithm.kl_estimator)

@@ -1,4 +1,4 @@
-"""Validation: held-out rewards of a policy, or the held-out loss of supervised training."""
+"""Validation: held-out rewards of a policy that generates, or held-out measures of given responses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHOWN = 3  # rollouts of a validation that are kept: the same prompts each time
 
 @dataclass(frozen=True)
 class Validation:
-    """Metrics over the validation prompts, and a few rollouts of them (empty for supervised training)."""
+    """Metrics over the validation prompts, and a few rollouts of them (none where responses are given)."""
 
     metrics: dict[str, float]
     samples: Batch | None = None
@@ -43,15 +43,10 @@ def validate_policy(flow: Flow, prepared: Prepared) -> Validation:
     return Validation({"val/reward": reward_B.nanmean().item(), "val/response_length": length_B.mean().item()}, samples)
 
 
-def validation_loss(flow: Flow, prepared: Prepared) -> Validation:
-    """Mean negative log-likelihood per response token of the validation rows."""
-    total, tokens = 0.0, 0
-    for chunk in chunks(prepared):
-        batch = ShardedBatch.from_batch(prepared.validation.batch(chunk, chunk))
-        scored = flow.actor.compute_log_prob(batch).get()
-        total -= scored["log_prob_sum"].double().sum().item()
-        tokens += int(batch["response_length"].sum())
-    return Validation({"val/loss": total / max(tokens, 1)})
+def validate_given(flow: Flow, prepared: Prepared) -> Validation:
+    """The algorithm's own measures of the validation rows, whose responses are given."""
+    batches = (ShardedBatch.from_batch(prepared.validation.batch(chunk, chunk)) for chunk in chunks(prepared))
+    return Validation({f"val/{name}": value for name, value in prepared.algorithm.evaluate(flow, batches).items()})
 
 
 def chunks(prepared: Prepared) -> Iterator[list[int]]:

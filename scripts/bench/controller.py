@@ -188,7 +188,7 @@ def report(phases: dict[str, tuple[float, int]], arguments: argparse.Namespace) 
     total = sum(size for _, size in phases.values())
     print(f"{'all':<14}{sum(ms for ms, _ in phases.values()):>10.0f}{total / 1024:>26.0f}   ({total / rows:.0f} bytes per response; "
           f"its response tokens are {8 * arguments.tokens})")
-    if total > 8 * tokens / 10:
+    if total > 8 * tokens / 2:  # one token column through the driver would be all of it
         print("FAILED: tokens pass through the driver")
         return 1
     return 0

@@ -51,8 +51,17 @@ def test_training_mesh_and_mini_batches() -> None:
 
 def test_supervised_plan_has_no_rollout() -> None:
     plan = plan_of(config_of(algorithm__name="sft", data__train_batch_size=12), 4)
-    assert plan.rollout is None and plan.log_prob is None and plan.update is None and plan.rows_per_dp_rank == 3
-    assert "rollout" not in plan.text() and "packed by the token budget" in plan.text()
+    assert plan.rollout is None and plan.log_prob is None and plan.rows_per_dp_rank == 3
+    assert "rollout" not in plan.text() and "12 rows of data -> 12 sequences" in plan.text()
+
+
+def test_a_preference_plan_counts_both_responses_of_a_pair() -> None:
+    config = config_of(algorithm__name="dpo", data__train_batch_size=12, algorithm__mini_batch_size=8, data__max_prompt_length=100,
+                       data__max_response_length=101, actor__max_tokens_per_micro_batch=400)
+    plan = plan_of(config, 4)
+    assert (plan.rows, plan.rows_per_dp_rank, plan.optimizer_steps, plan.mini_batch_rows_per_dp_rank) == (24, 6, 3, 2)
+    assert plan.update == Passes(2, 1) and [role.name for role in plan.others] == ["reference"]
+    assert "12 rows of data -> 24 sequences" in plan.text()
 
 
 def test_a_large_mesh_is_abbreviated() -> None:

@@ -146,6 +146,21 @@ RULES: list[tuple[int, ModelFacts | None, Changes, list[str], Changes]] = [
     # supervised
     (1, None, {"algorithm__name": "sft", "rollout__temperature": 0.6}, ["rollout.temperature=0.6", "sft"], {"algorithm__name": "sft"}),
     (1, None, {"algorithm__name": "sft", "algorithm__kl_coef": 0.1}, ["algorithm.kl_coef=0.1", "sft"], {"algorithm__name": "sft"}),
+    (1, SMOLLM2, {"algorithm__name": "sft", "data__max_response_length": 7169},
+     ["data.max_response_length=7169", "= 8193", "8192 positions"], {"algorithm__name": "sft", "data__max_response_length": 7168}),
+    # preferences
+    (1, None, {"algorithm__name": "dpo", "algorithm__kl_coef": 0.1}, ["algorithm.kl_coef=0.1", "algorithm.beta"],
+     {"algorithm__name": "dpo"}),
+    (4, None, {"algorithm__name": "dpo", "data__train_batch_size": 10}, ["data.train_batch_size=10 rows", "of the actor", "8 or 12"],
+     {"algorithm__name": "dpo", "data__train_batch_size": 12}),
+    (4, None, {"algorithm__name": "reward_model", "algorithm__mini_batch_size": 4}, ["mini_batch_size=4", "4 data-parallel", "a pair", "8"],
+     {"algorithm__name": "reward_model", "algorithm__mini_batch_size": 8}),
+    (1, None, {"algorithm__name": "dpo", "algorithm__preference_loss": "ipo", "algorithm__label_smoothing": 0.1},
+     ["algorithm.label_smoothing=0.1", "preference_loss=ipo"], {"algorithm__name": "dpo", "algorithm__label_smoothing": 0.1}),
+    (1, None, {"algorithm__name": "kto", "algorithm__mini_batch_size": 1}, ["algorithm.mini_batch_size=1", "reference point", "2 or more"],
+     {"algorithm__name": "kto", "algorithm__mini_batch_size": 2}),
+    (1, None, {"algorithm__name": "kto", "data__train_batch_size": 1}, ["data.train_batch_size=1", "2 or more"],
+     {"algorithm__name": "kto", "data__train_batch_size": 2}),
 ]
 
 

@@ -40,7 +40,7 @@ def launcher(work: Path) -> Iterator[Launcher]:
     launcher = Launcher(work, {
         "actor.model.path": work / "model", "actor.model.dtype": "float32", "actor.optimizer.lr": 2e-3,
         "actor.optimizer.eps": 1e-3,  # Adam's usual 1e-8 would turn rounding of a zero gradient into a whole step, and layouts apart
-        "data.train_files": work / "train.jsonl", "data.train_batch_size": 8, "data.max_prompt_length": 16,
+        "data.train_files": work / "train.jsonl", "data.train_batch_size": 8, "data.max_prompt_length": 16, "data.max_response_length": 12,
         "rollout.n": 4, "rollout.max_response_length": 12, "rollout.kv_cache_gib": 0.02, "rollout.max_num_seqs": 32,
         "reward.function": "tests.e2e.rewards:digits", "reward.workers": 1,
         "algorithm.kl_coef": 0.05, "trainer.steps": 3, "trainer.output_dir": work / "runs",

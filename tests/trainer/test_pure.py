@@ -10,9 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from hybridflow.algorithms.kto import mismatched
 from hybridflow.algorithms.minibatch import fill, mini_batches
+from hybridflow.algorithms.preferences import weigh_labels, weigh_units
 from hybridflow.algorithms.registry import ALGORITHMS, get_algorithm
-from hybridflow.cluster.sharded import ShardedBatch
+from hybridflow.cluster.bootstrap import Cluster
+from hybridflow.cluster.sharded import DRIVER_BYTES, ShardedBatch
 from hybridflow.config.algorithms import GENERATING
 from hybridflow.config.schema import AlgorithmConfig, Config
 from hybridflow.data.batch import Batch, Ragged
@@ -26,10 +29,9 @@ from tests.tiny import tiny_tokenizer
 
 
 def responses(count: int, seed: int = 0) -> ShardedBatch:
-    """Rows of 0 to 6 tokens with an identity in every column that a loss would read."""
-    lengths = torch.randint(0, 7, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
-    rows = Ragged.from_rows([[row] * length for row, length in enumerate(lengths)], torch.int64)
-    return ShardedBatch.from_batch(Batch({"prompt_id": torch.arange(count), "response_ids": rows, "response_length": rows.lengths}))
+    """Rows of 0 to 6 tokens, as far as the controller knows them: their tokens would be in Ray."""
+    lengths = torch.randint(0, 7, (count,), generator=torch.Generator().manual_seed(seed))
+    return ShardedBatch(count, Batch({"prompt_id": torch.arange(count), "response_length": lengths}))
 
 
 @pytest.mark.parametrize("prompts, n, mini, epochs, expected", [
@@ -47,6 +49,8 @@ def test_a_supervised_step_has_one_row_per_prompt() -> None:
     config = Config()
     config.algorithm.name, config.data.train_batch_size, config.algorithm.mini_batch_size = "sft", 16, 4
     assert updates_per_step(config) == 4
+    config.algorithm.name = "dpo"  # two rows each
+    assert updates_per_step(config) == 8
 
 
 def rows_of(config: Config, batch: ShardedBatch, step: int) -> list[list[int]]:
@@ -93,6 +97,31 @@ def test_a_unit_larger_than_a_mini_batch_is_alone() -> None:
     assert list(fill([[0], [1, 2, 3], [4], [5]], 2)) == [[0], [1, 2, 3], [4, 5]]
 
 
+def test_mismatched_pairs_give_every_prompt_the_next_response_without_moving_tokens(ray_cluster: Cluster) -> None:
+    prompts = Ragged.from_rows([[10 + row] * (row + 1) for row in range(5)], torch.int64)
+    answers = Ragged.from_rows([[row] * (7 - row) for row in range(5)], torch.int64)
+    batch = ShardedBatch.from_batch(Batch({"prompt_ids": prompts, "prompt_length": prompts.lengths, "response_ids": answers,
+                                           "response_length": answers.lengths}))
+    DRIVER_BYTES.reset()
+    other = mismatched(batch)
+    assert (DRIVER_BYTES.sent, DRIVER_BYTES.received) == (0, 0)
+    found = other.fetch()
+    assert [row.tolist() for row in found["prompt_ids"].rows()] == [row.tolist() for row in prompts.rows()]
+    given = answers.rows()
+    assert [row.tolist() for row in found["response_ids"].rows()] == [row.tolist() for row in [*given[1:], given[0]]]
+    assert found["prompt_length"].tolist() == [1, 2, 3, 4, 5]
+    assert found["response_length"].tolist() == [len(row) for row in found["response_ids"].rows()]
+
+
+@pytest.mark.parametrize("label, expected", [([1, 0, 0, 0], [1, 1 / 3, 1 / 3, 1 / 3]), ([1, 1], [0.5, 0.5])])
+def test_rows_are_weighed_within_their_label_and_units_within_the_batch(label: list[int], expected: list[float]) -> None:
+    batch = ShardedBatch(len(label), Batch({"label": torch.tensor(label)}))
+    assert weigh_labels(batch)["label_weight"].tolist() == pytest.approx(expected)
+    assert weigh_units(batch)["unit_weight"].tolist() == [1 / len(label)] * len(label)
+    paired = ShardedBatch(4, Batch({"unit": torch.tensor([7, 7, 3, 3])}))
+    assert weigh_units(paired)["unit_weight"].tolist() == [0.5] * 4
+
+
 @pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean", "constant"])
 def test_weights_of_a_mini_batch_are_its_own(aggregation: str) -> None:
     """The weights of token_mean and seq_mean sum to 1 over the tokens of each mini-batch, those of constant to the share used."""
@@ -122,7 +151,7 @@ def dataset(tmp_path: Path) -> PromptDataset:
     return PromptDataset([str(tmp_path / "data.jsonl")], config.data, tiny_tokenizer())
 
 
-def test_draw_keeps_text_columns_and_tokens_together(dataset: PromptDataset) -> None:
+def test_draw_keeps_text_columns_and_tokens_together(dataset: PromptDataset, ray_cluster: Cluster) -> None:
     """Prompts are known by the id of the draw; the same row twice is two prompts."""
     drawn = draw(dataset, [5, 2, 5], [20, 21, 22])
     assert drawn.batch["prompt_id"].tolist() == [20, 21, 22]
@@ -132,7 +161,7 @@ def test_draw_keeps_text_columns_and_tokens_together(dataset: PromptDataset) -> 
     assert [dataset.tokenizer.decode(ids) for ids in tokens] == list(drawn.texts.values())
 
 
-def test_draw_keeps_the_messages_of_chats(tmp_path: Path) -> None:
+def test_draw_keeps_the_messages_of_chats(tmp_path: Path, ray_cluster: Cluster) -> None:
     """A reward model with a template of its own renders them again; a plain prompt has none."""
     talk = [{"role": "user", "content": "1+1="}]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in (talk, "2+2=")))
