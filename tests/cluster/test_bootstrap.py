@@ -146,7 +146,7 @@ def two_nodes(jobs: Jobs, mode: str) -> list[subprocess.Popen]:
     return [jobs.torchrun(*common, f"--node-rank={node}", JOB, mode, "2") for node in (0, 1)]
 
 
-@pytest.mark.parametrize(("mode", "good"), [("succeed", True), ("driver_fails", False)])
+@pytest.mark.parametrize(("mode", "good"), [("succeed", True), pytest.param("driver_fails", False, marks=pytest.mark.slow)])
 def test_two_nodes_on_one_machine(jobs: Jobs, mode: str, good: bool) -> None:
     results = [end(agent) for agent in two_nodes(jobs, mode)]
     for code, text in results:

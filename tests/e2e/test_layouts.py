@@ -49,6 +49,7 @@ def test_one_rank_and_a_pipeline_give_the_same_as_four(grpo: Run, launcher: Laun
     assert max(row[names.LOG_PROB_GAP_MAX] for row in pipeline.metrics()) <= 1e-5
 
 
+@pytest.mark.slow
 def test_grpo_continues_a_supervised_checkpoint_in_bfloat16(launcher: Launcher) -> None:
     val = launcher.root / "val.jsonl"
     warm = launcher.start(

@@ -32,6 +32,7 @@ def split(launcher: Launcher, common: dict[str, Any]) -> Run:
                           critic__parallel__pp=1, **common).succeeded()
 
 
+@pytest.mark.slow
 def test_actor_tp2_pp2_and_critic_tp4_work_on_one_pool(split: Run) -> None:
     logs = {f"{role}-rank{rank}.log" for role in ("actor", "critic") for rank in range(4)}
     assert {path.name for path in split.folder.logs.iterdir()} >= logs

@@ -31,6 +31,7 @@ LAYOUTS = {
     "tp2_pp2_dp2": Layout(8, tp=2, pp=2),
     "tp2_cp2_pp2": Layout(8, tp=2, cp=2, pp=2),
 }
+IN_CI = ("pp2_vpp2", "pp3_uneven", "tp4", "tp2_cp2", "tp2_pp2_dp2")  # the others are marked slow
 ROW = st.tuples(st.integers(1, 12), st.integers(0, 14), st.booleans())  # prompt, response, masked
 SPLIT, HEAD = st.sampled_from(["even", "all_on_last"]), st.sampled_from(["lm", "scalar"])
 
@@ -43,7 +44,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return models | {"scalar": make_checkpoint(folder, "llama", scalar=True)}
 
 
-@pytest.fixture(scope="module", params=list(LAYOUTS))
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=[] if name in IN_CI else [pytest.mark.slow]) for name in LAYOUTS])
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     yield from start_ranks(LAYOUTS[request.param])
 

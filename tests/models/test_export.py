@@ -39,7 +39,10 @@ def pool() -> Iterator[RankPool]:
         yield ranks
 
 
-@pytest.fixture(scope="module", params=["llama-tied", "mistral-untied", "qwen2-untied", "qwen3-tied"])
+BY_HAND = ("mistral-untied", "qwen3-tied")  # marked slow
+
+
+@pytest.fixture(scope="module", params=["llama-tied", "qwen2-untied", *(pytest.param(name, marks=pytest.mark.slow) for name in BY_HAND)])
 def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     family, tied = request.param.split("-")
     seed = int(torch.randint(1 << 30, ()))

@@ -48,10 +48,8 @@ def checkpoint(path: Path, family: str, seed: int, changes: dict[str, Any]) -> s
     return str(path)
 
 
-BY_HAND = ("qwen2_moe", "qwen3_moe")  # marked slow
-
-
-@pytest.mark.parametrize("family", [pytest.param(name, marks=[pytest.mark.slow] if name in BY_HAND else []) for name in CASES])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", CASES)
 def test_output_equals_hugging_face_after_every_sync(pool: RankPool, family: str, tmp_path: Path) -> None:
     """Twice, with other weights: what vLLM packs or derives from the first must not outlive them."""
     layout, tp_g, changes = CASES[family]

@@ -35,6 +35,7 @@ def rollout() -> Batch:
                   "ref_log_prob": reference, "values": values})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [Layout(2), Layout(2, tp=2)], ids=["dp2", "tp2"])
 def test_advantages_do_not_depend_on_the_ranks(ray_cluster: Cluster, layout: Layout) -> None:
     estimator = TokenAdvantages(gamma=1.0, lam=0.95, kl_coef=0.1, kl_estimator="k1")

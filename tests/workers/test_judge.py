@@ -51,6 +51,7 @@ def judge(ray_cluster: Cluster, config: Config) -> Iterator[RoleHandle]:
     pool.close()
 
 
+@pytest.mark.slow
 def test_verdicts_are_the_models_and_scores_are_theirs(judge: RoleHandle, config: Config) -> None:
     """Greedy verdicts equal Hugging Face's; a question that is too long is not asked, and no score is counted, never silent."""
     ids = torch.tensor([0, 0, 1, 2, 1])
