@@ -6,11 +6,11 @@ from collections.abc import Iterable
 
 import torch
 
+from hybridflow.algorithms import stages
 from hybridflow.algorithms.base import Algorithm, Flow, Prompts, StepOutput
-from hybridflow.algorithms.minibatch import mini_batches
 from hybridflow.algorithms.preference_losses import dpo_loss, ipo_loss
 from hybridflow.algorithms.preferences import held_out, log_ratios, pair_metrics, pair_rows, weigh_units, weighted
-from hybridflow.algorithms.summary import length_metrics, mean_of
+from hybridflow.algorithms.summary import length_metrics
 from hybridflow.cluster.sharded import ShardedBatch
 from hybridflow.config.schema import AlgorithmConfig, Config
 from hybridflow.engine.loss_types import LossOutput, TokenBatch, TokenLoss
@@ -18,11 +18,8 @@ from hybridflow.engine.loss_types import LossOutput, TokenBatch, TokenLoss
 
 def dpo_step(flow: Flow, prompts: Prompts) -> StepOutput:
     """Raise the policy's odds of the chosen response over the rejected one, against those of the reference."""
-    with flow.timer.phase("reference"):
-        batch = prompts.batch.union(flow.reference.compute_ref_log_prob(prompts.batch).get())
-    with flow.timer.phase("update"):
-        updates = [flow.actor.update_actor(weigh_units(mini)).first() for mini in mini_batches(batch, flow.config, flow.step)]
-    return StepOutput(batch, mean_of(updates) | length_metrics(batch))
+    batch = stages.add_reference(flow, prompts.batch)
+    return StepOutput(batch, stages.update_actor(flow, batch, weigh_units) | length_metrics(batch))
 
 
 def dpo_evaluate(flow: Flow, batches: Iterable[ShardedBatch]) -> dict[str, float]:

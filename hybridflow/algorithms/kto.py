@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
+from hybridflow.algorithms import stages
 from hybridflow.algorithms.base import Algorithm, Flow, Prompts, StepOutput
 from hybridflow.algorithms.minibatch import mini_batches
 from hybridflow.algorithms.preference_losses import kto_loss, right_order
@@ -18,8 +19,7 @@ from hybridflow.engine.loss_types import LossOutput, TokenBatch, TokenLoss
 
 def kto_step(flow: Flow, prompts: Prompts) -> StepOutput:
     """Push responses above or below the reference point, which every mini-batch estimates under the weights it starts from."""
-    with flow.timer.phase("reference"):
-        batch = prompts.batch.union(flow.reference.compute_ref_log_prob(prompts.batch).get())
+    batch = stages.add_reference(flow, prompts.batch)
     updates = []
     for mini in mini_batches(batch, flow.config, flow.step):
         with flow.timer.phase("reference_point"):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from hybridflow.algorithms.kl import kl_estimate
 from hybridflow.algorithms.returns import SumOverRanks, gae, token_rewards, whiten
+from hybridflow.algorithms.token_advantages import TokenAdvantages
 from hybridflow.config.schema import CostConfig
 from hybridflow.data.batch import Batch, Ragged
 
@@ -38,33 +38,23 @@ class Multiplier:
 
 
 @dataclass(frozen=True)
-class LagrangianAdvantages:
+class LagrangianAdvantages(TokenAdvantages):
     """Per-token advantages (A_reward - multiplier * A_cost) / (1 + multiplier) of one data-parallel rank, whitened over all ranks.
 
     The KL penalty is taken off the reward and added to the cost with the same coefficient, so that its weight in the combination
     does not depend on the multiplier (the paper's appendix B.2, whose beta / 2 is kl_coef here).
     """
 
-    gamma: float
-    lam: float
-    kl_coef: float  # 0: no penalty in the reward
-    kl_estimator: str
     multiplier: float
 
     def __call__(self, batch: Batch, sum_over_ranks: SumOverRanks) -> Batch:
         """batch: score, cost, trained [B]; old_log_prob, values, cost_values Ragged; ref_log_prob and token_reward where used.
         Returns advantage, returns, cost_returns: Ragged float32, 0 in rows not trained on."""
-        lengths_B = batch["old_log_prob"].lengths
-        mask = Ragged(batch["trained"].bool().repeat_interleave(lengths_B), lengths_B)
-        score_B, cost_B = (batch[name].nan_to_num(nan=0.0) for name in ("score", "cost"))
-        rewards_T = token_rewards(score_B, lengths_B, batch["token_reward"] if "token_reward" in batch else None, mask).values
-        costs_T = token_rewards(cost_B, lengths_B, None, mask).values
-        if self.kl_coef > 0:
-            kl_T = self.kl_coef * kl_estimate(batch["old_log_prob"].values, batch["ref_log_prob"].values, self.kl_estimator)
-            rewards_T, costs_T = rewards_T - kl_T, costs_T + kl_T
+        mask, rewards, kl_T = self.rewards(batch)
+        costs = token_rewards(batch["cost"].nan_to_num(nan=0.0), mask.lengths, None, mask)
         settings = {"gamma": self.gamma, "lam": self.lam, "mask": mask}
-        advantages, returns = gae(Ragged(rewards_T, lengths_B), batch["values"], **settings)
-        cost_advantages, cost_returns = gae(Ragged(costs_T, lengths_B), batch["cost_values"], **settings)
+        advantages, returns = gae(rewards, batch["values"], **settings)
+        cost_advantages, cost_returns = gae(Ragged(costs.values + kl_T, mask.lengths), batch["cost_values"], **settings)
         combined_T = (advantages.values - self.multiplier * cost_advantages.values) / (1.0 + self.multiplier)
-        return Batch({"advantage": whiten(Ragged(combined_T, lengths_B), sum_over_ranks, mask), "returns": returns,
+        return Batch({"advantage": whiten(Ragged(combined_T, mask.lengths), sum_over_ranks, mask), "returns": returns,
                       "cost_returns": cost_returns})

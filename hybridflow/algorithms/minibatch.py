@@ -9,6 +9,7 @@ import torch
 from hybridflow.algorithms.loss_weights import loss_weights
 from hybridflow.cluster.sharded import ShardedBatch
 from hybridflow.config.schema import Config
+from hybridflow.data.seeds import generator_of
 from hybridflow.data.units import unit_rows, units_in
 
 
@@ -32,7 +33,7 @@ def mini_batches(batch: ShardedBatch, config: Config, step: int) -> Iterator[Sha
     size = config.algorithm.mini_batch_size or len(batch)
     units = unit_rows(units_in(batch), len(batch))
     for epoch in range(config.algorithm.update_epochs):
-        generator = torch.Generator().manual_seed(hash((config.trainer.seed, step, epoch)) % 2**63)
+        generator = generator_of(config.trainer.seed, step, epoch)
         order = torch.randperm(len(units), generator=generator).tolist() if size < len(batch) else range(len(units))
         for rows in fill([units[unit] for unit in order], size):
             yield weigh(batch.select(rows), config)

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
+from hybridflow.algorithms import stages
 from hybridflow.algorithms.base import Algorithm, Flow, Prompts, StepOutput
-from hybridflow.algorithms.minibatch import mini_batches
 from hybridflow.algorithms.preference_losses import bradley_terry_loss
 from hybridflow.algorithms.preferences import held_out, pair_metrics, pair_rows, weigh_units, weighted
-from hybridflow.algorithms.summary import length_metrics, mean_of
+from hybridflow.algorithms.summary import length_metrics
 from hybridflow.cluster.sharded import ShardedBatch
 from hybridflow.config.schema import Config
 from hybridflow.engine.loss_types import LossOutput, TokenBatch, TokenLoss
@@ -18,9 +18,7 @@ from hybridflow.engine.loss_types import LossOutput, TokenBatch, TokenLoss
 
 def reward_model_step(flow: Flow, prompts: Prompts) -> StepOutput:
     """Raise the score of the chosen response above that of the rejected one."""
-    with flow.timer.phase("update"):
-        updates = [flow.actor.update_actor(weigh_units(mini)).first() for mini in mini_batches(prompts.batch, flow.config, flow.step)]
-    return StepOutput(prompts.batch, mean_of(updates) | length_metrics(prompts.batch))
+    return StepOutput(prompts.batch, stages.update_actor(flow, prompts.batch, weigh_units) | length_metrics(prompts.batch))
 
 
 def reward_model_evaluate(flow: Flow, batches: Iterable[ShardedBatch]) -> dict[str, float]:

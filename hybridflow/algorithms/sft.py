@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from hybridflow.algorithms import stages
 from hybridflow.algorithms.base import Algorithm, Flow, Prompts, StepOutput
 from hybridflow.algorithms.losses import supervised_loss
-from hybridflow.algorithms.minibatch import mini_batches
-from hybridflow.algorithms.summary import length_metrics, mean_of
+from hybridflow.algorithms.summary import length_metrics
 from hybridflow.cluster.sharded import ShardedBatch
 
 
 def sft_step(flow: Flow, prompts: Prompts) -> StepOutput:
     """Minimise the negative log-likelihood of the responses given their prompts."""
-    with flow.timer.phase("update"):
-        updates = [flow.actor.update_actor(mini).first() for mini in mini_batches(prompts.batch, flow.config, flow.step)]
-    return StepOutput(prompts.batch, mean_of(updates) | length_metrics(prompts.batch))
+    return StepOutput(prompts.batch, stages.update_actor(flow, prompts.batch) | length_metrics(prompts.batch))
 
 
 def sft_evaluate(flow: Flow, batches: Iterable[ShardedBatch]) -> dict[str, float]:

@@ -5,11 +5,12 @@ A batch has one row per response. The controller sees its small columns; token c
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from hybridflow.algorithms.advantages import overlong_penalty, zero_variance_share
 from hybridflow.algorithms.base import Flow, Prompts, StepOutput
-from hybridflow.algorithms.lagrange import LagrangianAdvantages
 from hybridflow.algorithms.minibatch import mini_batches
 from hybridflow.algorithms.summary import mean_of, rollout_metrics
 from hybridflow.algorithms.token_advantages import TokenAdvantages
@@ -50,10 +51,13 @@ def add_log_probs(flow: Flow, batch: ShardedBatch) -> ShardedBatch:
     """Adds old_log_prob (the trainer's, under the weights that sampled), and where there is a reference ref_log_prob and kl_sum."""
     with flow.timer.phase("log_prob"):
         batch = batch.union(flow.actor.compute_log_prob(batch).get())
-    if flow.reference is not None:
-        with flow.timer.phase("reference"):
-            batch = batch.union(flow.reference.compute_ref_log_prob(batch).get())
-    return batch
+    return batch if flow.reference is None else add_reference(flow, batch)
+
+
+def add_reference(flow: Flow, batch: ShardedBatch) -> ShardedBatch:
+    """Adds ref_log_prob and its sums."""
+    with flow.timer.phase("reference"):
+        return batch.union(flow.reference.compute_ref_log_prob(batch).get())
 
 
 def add_rewards(flow: Flow, batch: ShardedBatch, rewards: PendingReward) -> tuple[ShardedBatch, dict[str, float]]:
@@ -121,7 +125,7 @@ def add_token_advantages(flow: Flow, batch: ShardedBatch, *, lam: float) -> Shar
     return add_advantages(flow, batch, TokenAdvantages(algorithm.gamma, lam, reward_kl_coef(flow), algorithm.kl_estimator))
 
 
-def add_advantages(flow: Flow, batch: ShardedBatch, estimator: TokenAdvantages | LagrangianAdvantages) -> ShardedBatch:
+def add_advantages(flow: Flow, batch: ShardedBatch, estimator: TokenAdvantages) -> ShardedBatch:
     """Adds the estimator's columns, computed by the actor's ranks."""
     names = ("reward", "score", "cost", "trained", "old_log_prob", "ref_log_prob", "values", "cost_values", "token_reward",
              "prompt_length", "response_length")
@@ -130,10 +134,10 @@ def add_advantages(flow: Flow, batch: ShardedBatch, estimator: TokenAdvantages |
         return batch.union(flow.actor.compute_advantage(needed, estimator=estimator).get())
 
 
-def update_actor(flow: Flow, batch: ShardedBatch) -> dict[str, float]:
-    """All optimizer steps of the rollout; returns the mean of their metrics."""
+def update_actor(flow: Flow, batch: ShardedBatch, weigh: Callable[[ShardedBatch], ShardedBatch] = lambda mini: mini) -> dict[str, float]:
+    """All optimizer steps on the batch; returns the mean of their metrics. weigh: adds weights of its own to each mini-batch."""
     with flow.timer.phase("update"):
-        return mean_of([flow.actor.update_actor(mini).first() for mini in mini_batches(batch, flow.config, flow.step)])
+        return mean_of([flow.actor.update_actor(weigh(mini)).first() for mini in mini_batches(batch, flow.config, flow.step)])
 
 
 def update_with_critics(flow: Flow, batch: ShardedBatch, **critics: RoleHandle) -> dict[str, float]:

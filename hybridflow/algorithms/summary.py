@@ -10,6 +10,7 @@ from hybridflow.cluster.sharded import ShardedBatch
 from hybridflow.config.schema import Config
 from hybridflow.data.batch import FINISH_LENGTH
 from hybridflow.errors import RewardError
+from hybridflow.rewards.combine import moments
 
 
 def mean_of(updates: list[dict[str, float]]) -> dict[str, float]:
@@ -22,7 +23,7 @@ def mean_of(updates: list[dict[str, float]]) -> dict[str, float]:
 
 
 def length_metrics(batch: ShardedBatch) -> dict[str, float]:
-    """Tokens of given responses."""
+    """Tokens of the responses."""
     length_B = batch["response_length"].double()
     return {"response_length/mean": length_B.mean().item(), "response_length/max": length_B.max().item()}
 
@@ -33,13 +34,12 @@ def rollout_metrics(batch: ShardedBatch, config: Config) -> dict[str, float]:
     tokens, scored_B = max(length_B.sum().item(), 1.0), reward_B[~reward_B.isnan()]
     if not len(scored_B):
         raise RewardError(f"none of the {len(reward_B)} responses has a reward: look at what the reward function or model returned")
-    metrics = {
-        "reward/mean": scored_B.mean().item(),
-        "reward/std": scored_B.std().item() if len(scored_B) > 1 else 0.0,
+    mean, std = moments(reward_B)
+    metrics = length_metrics(batch) | {
+        "reward/mean": mean,
+        "reward/std": std,
         "reward/min": scored_B.min().item(),
         "reward/max": scored_B.max().item(),
-        "response_length/mean": length_B.mean().item(),
-        "response_length/max": length_B.max().item(),
         "response_length/truncated": (batch["finish_reason"] == FINISH_LENGTH).double().mean().item(),
         "entropy": batch["entropy_sum"].double().sum().item() / tokens,
     }

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from hybridflow.algorithms.kl import kl_estimate
 from hybridflow.algorithms.returns import SumOverRanks, discounted_returns, gae, token_rewards, whiten
 from hybridflow.data.batch import Batch, Ragged
@@ -26,14 +28,19 @@ class TokenAdvantages:
     def __call__(self, batch: Batch, sum_over_ranks: SumOverRanks) -> Batch:
         """batch: score, trained [B]; response_ids or any ragged column for lengths; old_log_prob, ref_log_prob, values,
         token_reward where they are used. Returns advantage (and with values, returns): Ragged float32, 0 in rows not trained on."""
-        lengths_B = batch["old_log_prob"].lengths
-        score_B = batch["score"].nan_to_num(nan=0.0)
-        mask = Ragged(batch["trained"].bool().repeat_interleave(lengths_B), lengths_B)
-        rewards = token_rewards(score_B, lengths_B, batch["token_reward"] if "token_reward" in batch else None, mask)
-        if self.kl_coef > 0:
-            kl_T = kl_estimate(batch["old_log_prob"].values, batch["ref_log_prob"].values, self.kl_estimator)
-            rewards = Ragged(rewards.values - self.kl_coef * kl_T, lengths_B)
+        mask, rewards, _ = self.rewards(batch)
         if "values" not in batch:
             return Batch({"advantage": whiten(discounted_returns(rewards, self.gamma, mask), sum_over_ranks, mask)})
         advantages, returns = gae(rewards, batch["values"], gamma=self.gamma, lam=self.lam, mask=mask)
         return Batch({"advantage": whiten(advantages, sum_over_ranks, mask), "returns": returns})
+
+    def rewards(self, batch: Batch) -> tuple[Ragged, Ragged, torch.Tensor | float]:
+        """(bool mask of trained tokens, reward of each token less the penalty, and that penalty, [T] or 0)."""
+        lengths_B = batch["old_log_prob"].lengths
+        mask = Ragged(batch["trained"].bool().repeat_interleave(lengths_B), lengths_B)
+        given = batch["token_reward"] if "token_reward" in batch else None
+        rewards = token_rewards(batch["score"].nan_to_num(nan=0.0), lengths_B, given, mask)
+        if self.kl_coef == 0:
+            return mask, rewards, 0.0
+        kl_T = self.kl_coef * kl_estimate(batch["old_log_prob"].values, batch["ref_log_prob"].values, self.kl_estimator)
+        return mask, Ragged(rewards.values - kl_T, lengths_B), kl_T

@@ -7,8 +7,7 @@ from hybridflow.config.layout import stage_problem
 from hybridflow.config.model_facts import ModelFacts
 from hybridflow.config.ranges import divisors, nearest_values
 from hybridflow.config.schema import Config, ParallelConfig
-
-VLLM_VOCABULARY_MULTIPLE = 64  # vLLM pads the vocabulary to it, then cuts it over the ranks
+from hybridflow.config.vocabulary import vllm_vocab
 
 
 def training_layout_problems(section: str, parallel: ParallelConfig, world: int, facts: ModelFacts | None) -> list[str]:
@@ -107,7 +106,7 @@ def _generation_problems(tp: int, training_tp: int, world: int, facts: ModelFact
         problems.append(f"neither divides {facts.kv_heads} key-value heads of {facts.path} nor is a multiple of them")
     if facts.dense_layers and facts.ffn % tp:
         problems.append(f"does not divide {facts.ffn} feed-forward rows of {facts.path}")
-    padded = -(-facts.vocab // VLLM_VOCABULARY_MULTIPLE) * VLLM_VOCABULARY_MULTIPLE
+    padded = vllm_vocab(facts.vocab)
     if padded % tp:
         problems.append(f"does not divide the vocabulary of {facts.vocab}, {padded} as vLLM pads it")
     return problems

@@ -5,17 +5,16 @@ Weights, gradients, optimizer state and cache are counted; activations are an es
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hybridflow.config.batch_rules import BYTES, GIB
 from hybridflow.config.layout import stage_layers
-from hybridflow.config.layout_rules import VLLM_VOCABULARY_MULTIPLE
 from hybridflow.config.model_facts import ModelFacts
 from hybridflow.config.placement import ranks_of
 from hybridflow.config.roles import ModelRole, generates, model_roles
 from hybridflow.config.schema import ActorConfig, Config, PlacedConfig
+from hybridflow.config.vocabulary import padded_vocab, vllm_vocab
 
 GRADIENT_BYTES = 4  # gradients are summed in float32
 MOMENT_BYTES = 8  # AdamW's two moments in float32
@@ -34,16 +33,10 @@ class Phase:
         return sum(self.parts.values())
 
 
-def _padded(facts: ModelFacts, tp: int) -> int:
-    """Vocabulary rows with the padding of both engines."""
-    multiple = math.lcm(VLLM_VOCABULARY_MULTIPLE, tp)
-    return -(-facts.vocab // multiple) * multiple
-
-
 def training_parameters(facts: ModelFacts, tp: int, pp: int, ep: int = 1, etp: int = 1, scalar: bool = False) -> int:
     """Parameters of the rank that holds most. scalar: the output layer is one row."""
     layer = facts.layer_parameters(tp, ep=ep, etp=etp)
-    vocabulary = _padded(facts, tp) // tp * facts.hidden
+    vocabulary = padded_vocab(facts.vocab, tp) // tp * facts.hidden
     output = 0 if facts.tied and pp == 1 else vocabulary  # the output layer may be a copy of the embedding
     stages = [len(stage[0]) * layer for stage in stage_layers(facts.layers, pp)]
     stages[0] += vocabulary
@@ -53,8 +46,7 @@ def training_parameters(facts: ModelFacts, tp: int, pp: int, ep: int = 1, etp: i
 
 def generation_parameters(facts: ModelFacts, tp: int, ep: int = 1) -> int:
     """Parameters of one rank of a vLLM replica; key-value heads are repeated where there are fewer of them than ranks."""
-    padded = -(-facts.vocab // VLLM_VOCABULARY_MULTIPLE) * VLLM_VOCABULARY_MULTIPLE
-    vocabulary = padded // tp * facts.hidden * (1 if facts.tied else 2)
+    vocabulary = vllm_vocab(facts.vocab) // tp * facts.hidden * (1 if facts.tied else 2)
     return facts.layers * facts.layer_parameters(tp, max(1, facts.kv_heads // tp), ep, tp // ep) + facts.hidden + vocabulary
 
 
@@ -68,7 +60,7 @@ def shared_parameters(facts: ModelFacts, tp: int, pp: int, generation_tp: int) -
         return 0
     rows = facts.head_dim * (facts.heads + 2 * facts.kv_heads) // tp
     copied = 0 if facts.kv_heads == tp else rows * (facts.hidden + facts.qkv_bias)
-    ends = _padded(facts, tp) // tp * facts.hidden * (1 if facts.tied or pp > 1 else 2) + (facts.hidden if pp == 1 else 0)
+    ends = padded_vocab(facts.vocab, tp) // tp * facts.hidden * (1 if facts.tied or pp > 1 else 2) + (facts.hidden if pp == 1 else 0)
     return facts.layers // pp * (facts.layer_parameters(tp) - copied) + ends
 
 

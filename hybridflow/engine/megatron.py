@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from hybridflow.config.layout import Layout
 from hybridflow.config.schema import OptimizerConfig
+from hybridflow.config.vocabulary import padded_vocab
 from hybridflow.data.batch import Batch, Ragged
 from hybridflow.data.units import units_in
 from hybridflow.engine import compat  # noqa: F401  (before megatron)
@@ -27,10 +28,10 @@ from hybridflow.engine.parallel import init_parallel
 from hybridflow.engine.schedule import Consumer, run, scoring_consumer, training_consumer
 from hybridflow.engine.vocab_parallel import VocabShard
 from hybridflow.errors import DataError, NumericsError, PhaseError
-from hybridflow.models.checkpoint import load_shards
+from hybridflow.models.checkpoint import export, load_shards
 from hybridflow.models.scalar_head import load_scalar_model
 from hybridflow.models.shards import ShardParameter
-from hybridflow.models.weight_map import padded_vocab, weight_map
+from hybridflow.models.weight_map import weight_map
 
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
@@ -97,6 +98,11 @@ class MegatronEngine:
             else:
                 load_shards(path, shards, tensors, expected=self.weights.logical)
         self.weights_changed()
+
+    def export(self, path: str, source: str) -> None:
+        """Write the weights as a Hugging Face model like `source`, which gives configuration and tokenizer (collective; complete or
+        absent)."""
+        export(path, source=source, weights=self.weights, layout=self.layout, tensors=self.parameters())
 
     def weights_changed(self) -> None:
         """Tell the engine that `parameters()` were written from outside (load, resume)."""

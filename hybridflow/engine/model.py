@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from hybridflow.config.layout import Layout, stage_layers
+from hybridflow.config.vocabulary import padded_vocab
 from hybridflow.engine import compat  # noqa: F401  (before megatron)
 from hybridflow.engine.attention import PackedAttention, Packing
 from hybridflow.engine.device import Device
@@ -20,7 +21,6 @@ from hybridflow.engine.parallel import Parallel
 from hybridflow.engine.router import ExactRouter
 from hybridflow.errors import ConfigError
 from hybridflow.models.settings import MegatronSettings
-from hybridflow.models.weight_map import padded_vocab
 
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hybridflow.config.vocabulary import round_up
 from hybridflow.data.batch import Batch, Ragged
 from hybridflow.data.units import unit_rows
 
@@ -131,10 +132,6 @@ def token_columns(batch: Batch, packed: PackedRows) -> dict[str, torch.Tensor]:
         if isinstance(column, Ragged) and name not in ("prompt_ids", "response_ids") and torch.equal(column.lengths, lengths):
             columns[name] = column.values[packed.source_N]
     return columns
-
-
-def round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
 
 
 def _join(parts: list[torch.Tensor]) -> torch.Tensor:

@@ -6,30 +6,15 @@ A cut is a few numbers. Both engines' shards derive from it, so that a family's 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
+from hybridflow.config.vocabulary import padded_vocab, vllm_vocab
 from hybridflow.models.shards import Box, Piece
 
 Shape = tuple[int, ...]
 Shard = tuple[Shape, tuple[Piece, ...]]
-
-VLLM_VOCABULARY_MULTIPLE = 64  # DEFAULT_VOCAB_PADDING_SIZE of vLLM's VocabParallelEmbedding
-
-
-def round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
-
-
-def padded_vocab(vocab: int, tp: int) -> int:
-    """Rows of Megatron's embedding: padded as vLLM pads them, and to what `tp` divides.
-
-    Vocabularies of released models are multiples of 64 already, so this costs nothing; where it adds rows, both engines cut
-    the vocabulary at the same places, and a rank's shard can serve both without a copy.
-    """
-    return round_up(vocab, math.lcm(VLLM_VOCABULARY_MULTIPLE, tp))
 
 
 class Cut(Protocol):
@@ -81,28 +66,8 @@ def _indivisible(what: str, value: int, tp: int) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Replicated:
-    """The whole tensor on every rank."""
-
-    rank_order: ClassVar[bool] = False
-    shape: Shape
-
-    def logical(self) -> tuple[Shape, ...]:
-        return (self.shape,)
-
-    def megatron(self, sources: tuple[str, ...], tp: int, rank: int) -> Shard:
-        origin = tuple(0 for _ in self.shape)
-        return self.shape, (Piece(sources[0], Box(origin, self.shape), origin),)
-
-    vllm = megatron
-
-    def refusals(self, tp: int, engine: str) -> list[str]:
-        return []
-
-
-@dataclass(frozen=True)
 class Stacked:
-    """Several sources on top of each other, whole on every rank; `rows[i]` is the height of source i."""
+    """One source, or several on top of each other, whole on every rank; `rows[i]` is the height of source i."""
 
     rank_order: ClassVar[bool] = False
     rows: tuple[int, ...]
@@ -209,12 +174,12 @@ class Vocabulary:
         return self._shard(sources[0], padded_vocab(self.rows, tp), tp, rank)
 
     def vllm(self, sources: tuple[str, ...], tp: int, rank: int) -> Shard:
-        return self._shard(sources[0], round_up(self.rows, VLLM_VOCABULARY_MULTIPLE), tp, rank)
+        return self._shard(sources[0], vllm_vocab(self.rows), tp, rank)
 
     def refusals(self, tp: int, engine: str) -> list[str]:
         if engine == "megatron":
             return []
-        padded = round_up(self.rows, VLLM_VOCABULARY_MULTIPLE)
+        padded = vllm_vocab(self.rows)
         return _indivisible(f"vocabulary rows ({self.rows} padded by vLLM)", padded, tp)
 
 

@@ -16,13 +16,13 @@ from typing import Any
 from hybridflow.config.layout import Coordinates, Layout, stage_layers, stage_problem
 from hybridflow.config.ranges import divisors, nearest_values
 from hybridflow.errors import ModelError
-from hybridflow.models.cuts import Entry, Shape, padded_vocab
+from hybridflow.models.cuts import Entry, Shape
 from hybridflow.models.families import deepseek, llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe
 from hybridflow.models.families.dense import Family, embedding, final_norm, output_layer, score
 from hybridflow.models.settings import MegatronSettings, facts_of
 from hybridflow.models.shards import ShardParameter
 
-__all__ = ["FAMILIES", "HEADS", "WeightMap", "padded_vocab", "weight_map"]
+__all__ = ["FAMILIES", "HEADS", "WeightMap", "weight_map"]
 
 HEADS = ("lm", "scalar")
 FAMILIES: dict[str, Family] = {

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import torch
 
+from hybridflow.config.batch_rules import GIB
 from hybridflow.engine.device import Device
 from hybridflow.errors import DeviceMemoryError
 from hybridflow.reshard.deadline import Deadline
-
-GIB = 1 << 30
 
 
 @dataclass

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from hybridflow.config.batch_rules import GIB
 from hybridflow.config.layout import GenerationLayout
 from hybridflow.config.schema import RolloutConfig
 from hybridflow.data.batch import Batch, Ragged
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
     from hybridflow.engine.device import Device
 
 logger = logging.getLogger(__name__)
-
-GIB = 1 << 30
 
 
 class RolloutEngine:

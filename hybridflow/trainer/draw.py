@@ -9,6 +9,7 @@ import torch
 from hybridflow.algorithms.base import Prompts
 from hybridflow.cluster.sharded import ShardedBatch
 from hybridflow.data.prompts import PromptDataset
+from hybridflow.data.seeds import generator_of
 
 
 def given_responses(dataset: PromptDataset, rows: int, seed: int, step: int, number: int) -> ShardedBatch:
@@ -16,8 +17,7 @@ def given_responses(dataset: PromptDataset, rows: int, seed: int, step: int, num
 
     Adds ptx_weight: 1 / response tokens of all of them.
     """
-    generator = torch.Generator().manual_seed(hash((seed, step, number)) % 2**63)
-    indices = torch.randint(len(dataset), (rows,), generator=generator).tolist()
+    indices = torch.randint(len(dataset), (rows,), generator=generator_of(seed, step, number)).tolist()
     batch = dataset.batch(indices, list(range(rows)))
     tokens = max(int(batch["response_length"].sum()), 1)
     return ShardedBatch.from_batch(batch.with_columns(ptx_weight=torch.full((rows,), 1.0 / tokens, dtype=torch.float64)))

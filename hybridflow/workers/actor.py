@@ -13,7 +13,6 @@ from hybridflow.config.schema import Config
 from hybridflow.data.batch import Batch, Ragged
 from hybridflow.data.joining import join_given
 from hybridflow.engine.loss_types import TokenLoss
-from hybridflow.models.checkpoint import export
 from hybridflow.workers.build import build_engine
 
 AdvantageEstimator = Callable[[Batch, Callable[[torch.Tensor], torch.Tensor]], Batch]
@@ -67,8 +66,7 @@ class ActorWorker:
     @register(Protocol.ONE_TO_ALL)
     def export(self, path: str) -> None:
         """Write the weights as a Hugging Face model (collective; complete or absent)."""
-        export(path, source=self.config.actor.model.path, weights=self.engine.weights, layout=self.context.layout,
-               tensors=self.engine.parameters())
+        self.engine.export(path, self.config.actor.model.path)
 
 
 def mismatch_columns(rollout: Ragged, trainer: Ragged) -> dict[str, torch.Tensor]:

@@ -7,7 +7,6 @@ from hybridflow.cluster.protocols import Protocol, register
 from hybridflow.config.schema import Config, CriticConfig
 from hybridflow.data.batch import Batch
 from hybridflow.engine.loss_types import TokenLoss
-from hybridflow.models.checkpoint import export
 from hybridflow.workers.build import build_engine
 
 
@@ -20,7 +19,7 @@ class CriticWorker:
 
     def __init__(self, context: WorkerContext, config: Config, settings: CriticConfig, loss: TokenLoss, total_steps: int,
                  column: str = "values") -> None:
-        self.context, self.settings, self.loss, self.column = context, settings, loss, column
+        self.settings, self.loss, self.column = settings, loss, column
         self.engine = build_engine(context, settings, config, total_steps, head="scalar")
         self.rest()
 
@@ -44,5 +43,4 @@ class CriticWorker:
     @register(Protocol.ONE_TO_ALL)
     def export(self, path: str) -> None:
         """Write the weights as a Hugging Face sequence-classification model (collective; complete or absent)."""
-        export(path, source=self.settings.model.path, weights=self.engine.weights, layout=self.context.layout,
-               tensors=self.engine.parameters())
+        self.engine.export(path, self.settings.model.path)

@@ -12,6 +12,7 @@ import torch
 
 from hybridflow.cluster.context import WorkerContext
 from hybridflow.cluster.protocols import Protocol, register
+from hybridflow.config.batch_rules import GIB
 from hybridflow.config.reward_models import SECTION, JudgeConfig, reward_models
 from hybridflow.config.schema import Config
 from hybridflow.data.batch import Batch
@@ -20,7 +21,6 @@ from hybridflow.data.decode import decode_rows
 from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.engine.device import Device
 from hybridflow.rewards.verdict import chat_text, question, verdict_score
-from hybridflow.rollout.engine import GIB
 from hybridflow.rollout.requests import Request, Sampling, request_seed
 from hybridflow.rollout.stops import eos_token_ids
 
@@ -35,6 +35,8 @@ class JudgeWorker:
         self.judge: JudgeConfig = reward_models(config)[name]
         self.tokenizer = load_tokenizer(self.judge.model, f"{self.place}.model")
         self.actor_tokenizer = load_tokenizer(config.actor.model)
+        self.sampling = Sampling(temperature=self.judge.temperature, top_p=1.0, top_k=-1, max_tokens=self.judge.max_response_length,
+                                 stop_token_ids=tuple(eos_token_ids(self.judge.model.path)))
         self.bridge = _engine(context, self.judge, config.trainer.seed)
 
     @register(Protocol.DP)
@@ -51,7 +53,7 @@ class JudgeWorker:
         asked = self._tokens([question(self.judge, prompts[i], response, columns[i], self.place) for i, response in zip(ids, responses)])
         fits = [row for row, tokens in enumerate(asked) if len(tokens) <= self.judge.max_prompt_length]
         seeds = self._seeds(batch)
-        answers = self.bridge.generate([Request(asked[row], seeds[row]) for row in fits], self._sampling())
+        answers = self.bridge.generate([Request(asked[row], seeds[row]) for row in fits], self.sampling)
         verdicts = [""] * len(ids)
         for row, answer in zip(fits, answers):
             verdicts[row] = self.tokenizer.decode(answer.token_ids, skip_special_tokens=True)
@@ -77,10 +79,6 @@ class JudgeWorker:
     def _seeds(self, batch: Batch) -> list[int]:
         names = zip(batch["weight_version"].tolist(), batch["prompt_id"].tolist(), batch["sample_index"].tolist())
         return [request_seed(self.seed, *name) for name in names]
-
-    def _sampling(self) -> Sampling:
-        return Sampling(temperature=self.judge.temperature, top_p=1.0, top_k=-1, max_tokens=self.judge.max_response_length,
-                        stop_token_ids=tuple(eos_token_ids(self.judge.model.path)))
 
 
 def _engine(context: WorkerContext, judge: JudgeConfig, seed: int) -> Any:

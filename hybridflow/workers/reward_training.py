@@ -7,7 +7,6 @@ from hybridflow.cluster.protocols import Protocol, register
 from hybridflow.config.schema import Config
 from hybridflow.data.batch import Batch
 from hybridflow.engine.loss_types import TokenLoss
-from hybridflow.models.checkpoint import export
 from hybridflow.workers.build import build_engine
 
 
@@ -15,7 +14,7 @@ class RewardTrainingWorker:
     """The reward model on this rank: scores, updates and export. total_steps: optimizer steps of the run, for decaying schedules."""
 
     def __init__(self, context: WorkerContext, config: Config, loss: TokenLoss, total_steps: int) -> None:
-        self.context, self.config, self.loss = context, config, loss
+        self.config, self.loss = config, loss
         self.engine = build_engine(context, config.actor, config, total_steps, head="scalar")
 
     @register(Protocol.DP)
@@ -31,5 +30,4 @@ class RewardTrainingWorker:
     @register(Protocol.ONE_TO_ALL)
     def export(self, path: str) -> None:
         """Write the weights as a Hugging Face sequence-classification model with one label (collective; complete or absent)."""
-        export(path, source=self.config.actor.model.path, weights=self.engine.weights, layout=self.context.layout,
-               tensors=self.engine.parameters())
+        self.engine.export(path, self.config.actor.model.path)

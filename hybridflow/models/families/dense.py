@@ -8,7 +8,7 @@ from typing import Any
 
 from hybridflow.config.model_facts import ModelFacts
 from hybridflow.errors import ModelError
-from hybridflow.models.cuts import Column, Entry, FusedQKV, Replicated, Row, Vocabulary
+from hybridflow.models.cuts import Column, Entry, FusedQKV, Row, Stacked, Vocabulary
 from hybridflow.models.settings import MegatronSettings, facts_of
 
 
@@ -28,9 +28,9 @@ def refuse_partial_window(hf_config: Any) -> None:
         raise ModelError(f"use_sliding_window true is not supported; set it to false in config.json (the released models do): {window}")
 
 
-def replicated(hf: str, megatron: str, vllm: str, size: int) -> Entry:
-    """A norm's weight, or a bias added after the tensor-parallel sum."""
-    return Entry((hf,), Replicated((size,)), megatron, vllm)
+def replicated(hf: str, megatron: str, vllm: str, *shape: int) -> Entry:
+    """A tensor that every rank holds whole: a norm, a router, a bias added after the tensor-parallel sum."""
+    return Entry((hf,), Stacked(shape[:1], shape[1:]), megatron, vllm)
 
 
 def attention(n: int, shape: ModelFacts) -> list[Entry]:
@@ -105,4 +105,4 @@ def output_layer(shape: ModelFacts) -> Entry:
 
 def score(shape: ModelFacts) -> Entry:
     """The scalar head of a critic or reward model, as Hugging Face's *ForSequenceClassification with one label stores it."""
-    return Entry(("score.weight",), Replicated((1, shape.hidden)), "score.weight", "score.weight")
+    return replicated("score.weight", "score.weight", "score.weight", 1, shape.hidden)

@@ -8,8 +8,8 @@ from typing import Any
 
 from hybridflow.config.expert_facts import Experts
 from hybridflow.config.model_facts import ModelFacts
-from hybridflow.models.cuts import Column, Entry, Replicated, Row
-from hybridflow.models.families.dense import attention, gated_mlp, pre_norms
+from hybridflow.models.cuts import Column, Entry, Row
+from hybridflow.models.families.dense import attention, gated_mlp, pre_norms, replicated
 from hybridflow.models.settings import facts_of
 
 
@@ -40,10 +40,10 @@ def feed_forward(n: int, shape: ModelFacts, names: ExpertNames) -> list[Entry]:
     if not experts.layers[n]:
         return gated_mlp(n, shape)
     hf, megatron, hidden = f"model.layers.{n}.{names.module}", f"decoder.layers.{n}.mlp", shape.hidden
-    entries = [whole(f"{hf}.gate.weight", f"{megatron}.router.weight", f"{hf}.gate.weight", (experts.routing.experts, hidden))]
+    entries = [replicated(f"{hf}.gate.weight", f"{megatron}.router.weight", f"{hf}.gate.weight", experts.routing.experts, hidden)]
     if experts.routing.bias:
         name = f"{hf}.gate.e_score_correction_bias"
-        entries.append(whole(name, f"{megatron}.router.expert_bias", name, (experts.routing.experts,)))
+        entries.append(replicated(name, f"{megatron}.router.expert_bias", name, experts.routing.experts))
     for e in range(experts.routing.experts):
         source, target = f"{hf}.experts.{e}", f"{megatron}.experts.local_experts.{e}"
         gate_up = Column((experts.ffn, experts.ffn), (hidden,), "rows of an expert")
@@ -64,10 +64,5 @@ def shared_expert(hf: str, megatron: str, experts: Experts, hidden: int) -> list
         Entry((f"{hf}.down_proj.weight",), Row(hidden, rows, what), f"{megatron}.linear_fc2.weight", f"{hf}.down_proj.weight"),
     ]
     if experts.shared_gate:
-        entries.append(whole(f"{hf}_gate.weight", f"{megatron}.gate_weight", f"{hf}_gate.weight", (1, hidden)))
+        entries.append(replicated(f"{hf}_gate.weight", f"{megatron}.gate_weight", f"{hf}_gate.weight", 1, hidden))
     return entries
-
-
-def whole(hf: str, megatron: str, vllm: str, shape: tuple[int, ...]) -> Entry:
-    """A tensor that every rank holds whole."""
-    return Entry((hf,), Replicated(shape), megatron, vllm)
