@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Protocol
 
 from hybridflow.algorithms.kl_control import KLController
@@ -94,6 +94,7 @@ class Algorithm:
     name: str
     step: Callable[[Flow, Prompts], StepOutput]
     losses: dict[str, Callable[[Config], TokenLoss]]
+    _: KW_ONLY
     evaluate: Callable[[Flow, Iterable[ShardedBatch]], dict[str, float]] | None = None
     controllers: Callable[[Config], dict[str, Controller]] = kl_controllers
 

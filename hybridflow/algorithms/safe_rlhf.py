@@ -37,4 +37,4 @@ def controllers(config: Config) -> dict[str, Controller]:
 
 
 LOSSES = {"actor": policy_and_pretraining_loss, "critic": critic_loss, "cost_critic": cost_critic_loss}
-SAFE_RLHF = Algorithm("safe_rlhf", safe_rlhf_step, LOSSES, controllers)
+SAFE_RLHF = Algorithm("safe_rlhf", safe_rlhf_step, LOSSES, controllers=controllers)

@@ -17,6 +17,8 @@ def test_an_algorithm_is_what_the_configuration_says_of_it(name: str) -> None:
     assert ("reward" in facts.roles) <= facts.generates and facts.reference in ("never", "kl", "always")
     assert all(hasattr(AlgorithmConfig(), setting) for setting in facts.unread)
     assert len(set(facts.unread)) == len(facts.unread)
+    assert (algorithm.evaluate is None) == facts.generates, "held-out measures of given responses, or validation generates"
+    assert set(algorithm.controllers(Config())) == {"kl"} | ({"multiplier"} if "cost" in facts.roles else set())
 
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
