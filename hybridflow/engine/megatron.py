@@ -228,8 +228,8 @@ class MegatronEngine:
             raise PhaseError(f"{verb} before load: the engine has no weights yet")
         if self._host_weights is not None:
             raise PhaseError(f"{verb} while the weights are offloaded; call onload_weights first")
-        if verb == "update" and self._offloaded:
-            raise PhaseError("update while the optimizer is offloaded; call onload_optimizer first")
+        if verb in ("update", "optimizer_state", "load_optimizer_state") and self._offloaded:
+            raise PhaseError(f"{verb} while the optimizer is offloaded; call onload_optimizer first")
 
     def _evaluate(self, batch: Batch, head: Head, fields: list[str], token_budget: int) -> list[torch.Tensor]:
         """Fields of the head's Outputs for the whole batch, on the CPU of every rank: by response token, or by row (`_R`)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from hybridflow.config.ranges import field_problems
 from hybridflow.config.schema import OptimizerConfig
 from hybridflow.engine import compat  # noqa: F401  (before megatron)
 from hybridflow.engine.device import Device
+from hybridflow.engine.offload import HostStorages
 from hybridflow.engine.parallel import Parallel
 from hybridflow.errors import ConfigError, ModelError
 
@@ -60,6 +62,7 @@ class Optimizer:
     ) -> None:
         check(config, total_steps)
         self.clip_grad, self.chunks, self.device = config.clip_grad, chunks, device
+        self._host: HostStorages | None = None
         settings = megatron_optimizer.OptimizerConfig(
             optimizer="adam",
             lr=config.lr,
@@ -180,7 +183,11 @@ class Optimizer:
 
     def offload(self) -> None:
         """Free gradient buffers and move Adam state and float32 main parameters to host memory (CPU: only the buffers)."""
-        self._move(torch.device("cpu"))
+        moved = list(self._movable())
+        for main in moved:
+            main.grad = None
+        if self.device.is_cuda:
+            self._host = HostStorages(moved)
         for chunk in self.chunks:
             chunk.offload_grad_buffers(synchronize=False, empty_cache=False)
         self.device.synchronize()
@@ -188,23 +195,20 @@ class Optimizer:
 
     def onload(self) -> None:
         """Undo offload; gradients are zero afterwards."""
-        self._move(self.device.torch_device)
+        if self._host is not None:
+            self._host.restore()
+            self._host = None
         for chunk in self.chunks:
             chunk.restore_grad_buffers(synchronize=False)
         self.device.synchronize()
 
-    def _move(self, target: torch.device) -> None:
-        """Megatron's own offload also moves main parameters of float32 models, which are views of the weights: the link breaks."""
+    def _movable(self) -> Iterator[torch.Tensor]:
+        """Not the main parameters of float32 models: they are views of the weights."""
         for inner in self._inner():
             for group in getattr(inner, "shard_fp32_from_float16_groups", []):
-                for main in group:
-                    if main is not None:
-                        main.data = main.data.to(target, non_blocking=True)
-                        main.grad = None
+                yield from (main for main in group if main is not None)
             for state in inner.optimizer.state.values():
-                for name, value in state.items():
-                    if isinstance(value, torch.Tensor) and value.dim() > 0:
-                        state[name] = value.to(target, non_blocking=True)
+                yield from (value for value in state.values() if isinstance(value, torch.Tensor) and value.dim() > 0)
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:

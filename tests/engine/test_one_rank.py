@@ -214,8 +214,11 @@ def test_calls_in_the_wrong_state(cpu_rank: Device, checkpoints: dict[str, str])
         build(checkpoints["llama"], cpu_rank, optimizer=None).update(batch, clipped_ratio, **CALL)
     engine = build(checkpoints["llama"], cpu_rank)
     engine.offload_optimizer()
-    with pytest.raises(PhaseError, match="offloaded"):
+    with pytest.raises(PhaseError, match="update while the optimizer is offloaded"):
         engine.update(batch, clipped_ratio, **CALL)
+    with pytest.raises(PhaseError, match="optimizer_state while the optimizer is offloaded"):
+        engine.optimizer_state()
+    engine.onload_optimizer()
     engine.offload_weights()
     with pytest.raises(PhaseError, match="log_probs while the weights are offloaded"):
         engine.log_probs(batch, **CALL)

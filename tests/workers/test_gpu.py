@@ -53,8 +53,9 @@ def rounds(cluster: Cluster, config: Config, count: int) -> list[dict[str, float
             batch = actor.generate_sequences(prompts, step=version, version=version, n=2, temperature=1.0).get()
             actor.leave_generation().get()
             batch = batch.union(actor.compute_log_prob(batch).get())
-            ones = torch.ones(len(batch))
-            actor.update_actor(batch.with_columns(advantage=torch.tensor([1.0, -1.0, 1.0, -1.0]), loss_weight=ones / 64)).get()
+            weight = torch.ones(len(batch)) / 64
+            advantage = torch.tensor([1.0, -1.0, 1.0, -1.0])
+            actor.update_actor(batch.with_columns(advantage=advantage, loss_weight=weight, metric_weight=weight)).get()
     finally:
         group.close()
     return reports
