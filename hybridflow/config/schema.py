@@ -13,6 +13,8 @@ from omegaconf import MISSING
 
 from hybridflow.config.algorithms import NAMES
 
+TRANSFORMER_IMPLEMENTATIONS = ("auto", "local", "transformer_engine")
+
 
 def setting(default: Any, **limits: Any) -> Any:
     """A field with a declared range: `choices` (tuple of text), `minimum` / `maximum` (inclusive), `above` / `below` (exclusive)."""
@@ -34,6 +36,8 @@ def _following(section: type, key: str) -> Any:
 class WeightsConfig:
     path: str = MISSING  # Hugging Face model folder (config.json, safetensors)
     dtype: str = setting("bfloat16", choices=("bfloat16", "float32"))  # parameters and activations (optimizer state is always float32)
+    # layers: Megatron's own (local) or Transformer Engine's; auto: Transformer Engine's where it is installed (bfloat16 on a GPU)
+    transformer_impl: str = setting("auto", choices=TRANSFORMER_IMPLEMENTATIONS)
 
 
 @dataclass

@@ -182,8 +182,11 @@ def _cpu_splits(module: types.ModuleType) -> None:
 
 
 def _mend_router_gemm(module: types.ModuleType) -> None:
-    """moe_utils.py:1192 reads `te_general_gemm`, which is never defined when Transformer Engine is absent."""
-    module.__dict__.setdefault("te_general_gemm", None)
+    """moe_utils.py:1192 reads `te_general_gemm`, which is never defined when Transformer Engine is absent.
+
+    Where it is defined it would multiply the router's float32 in TF32: other experts could be chosen than without it.
+    """
+    module.te_general_gemm = None
 
 
 def _mend_recompute_without_output(module: types.ModuleType) -> None:

@@ -17,6 +17,7 @@ from hybridflow.engine import compat  # noqa: F401  (before megatron)
 from hybridflow.engine.context import Context
 from hybridflow.engine.device import Device
 from hybridflow.engine.heads import Head, LanguageHead, ScalarHead
+from hybridflow.engine.layers import choose_layers
 from hybridflow.engine.loss_types import TokenLoss
 from hybridflow.engine.metrics import merge
 from hybridflow.engine.micro_batch import MicroBatch, Packer
@@ -42,7 +43,7 @@ class MegatronEngine:
 
     `head`: "lm", or "scalar" for one number per position (critics, reward models). With `optimizer` None the engine only
     evaluates and holds no gradient buffers. `seed`: of a scalar head that the checkpoint lacks. `total_steps`: optimizer steps of the
-    run, needed by decaying learning-rate schedules.
+    run, needed by decaying learning-rate schedules. `transformer_impl`: see layers.choose_layers; `layers` is what was chosen.
     """
 
     def __init__(
@@ -58,19 +59,21 @@ class MegatronEngine:
         seed: int = 1,
         total_steps: int | None = None,
         head: str = "lm",
+        transformer_impl: str = "auto",
     ) -> None:
         """Raises ConfigError or ModelError when the model, the layout and the settings do not fit."""
         self.layout, self.device, self.dtype, self.seed = layout, device, dtype, seed
         self.initializer_range = float(getattr(hf_config, "initializer_range", 0.02))
         self.weights = weight_map(hf_config, head)
         self.weights.megatron(layout, 0)  # refuses what does not divide, before groups are made
+        self.layers = choose_layers(transformer_impl, device, dtype)
         self.parallel = init_parallel(layout, device)
         settings = self.weights.settings
         self.config = transformer_config(
-            settings, self.parallel, device, dtype=dtype, sequence_parallel=sequence_parallel, recompute=recompute
+            settings, self.parallel, device, dtype=dtype, sequence_parallel=sequence_parallel, recompute=recompute, layers=self.layers
         )
         model_parallel_cuda_manual_seed(seed, force_reset_rng=True)  # layers look for its RNG states when they are built
-        self.chunks: list[torch.nn.Module] = list(build_chunks(settings, self.config, self.parallel, device, head))
+        self.chunks: list[torch.nn.Module] = list(build_chunks(settings, self.config, self.parallel, device, head, self.layers))
         self.vocab = VocabShard.of(self.weights.vocab, padded_vocab(self.weights.vocab, layout.tp), self.parallel.groups.tp)
         context = Context(layout.cp, self.parallel.at.cp, self.parallel.groups.cp)
         self.packer = Packer(context, layout.tp if self.config.sequence_parallel else 1, device.torch_device, dtype)

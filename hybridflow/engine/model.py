@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import logging
-from functools import partial
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,31 +13,21 @@ import torch.nn.functional as F
 from hybridflow.config.layout import Layout, stage_layers
 from hybridflow.config.vocabulary import padded_vocab
 from hybridflow.engine import compat  # noqa: F401  (before megatron)
-from hybridflow.engine.attention import PackedAttention, Packing
+from hybridflow.engine.attention import Packing
 from hybridflow.engine.device import Device
-from hybridflow.engine.latent_attention import LatentAttention
-from hybridflow.engine.norm import RMSNorm
+from hybridflow.engine.layers import TRANSFORMER_ENGINE, block_spec
 from hybridflow.engine.parallel import Parallel
-from hybridflow.engine.router import ExactRouter
 from hybridflow.errors import ConfigError
 from hybridflow.models.settings import MegatronSettings
 
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.tensor_parallel import RowParallelLinear
-from megatron.core.transformer.attention import SelfAttentionSubmodules
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
-
-LOCAL_EXPERTS = "mlp.experts.local_experts."
 
 logging.getLogger("megatron").setLevel(logging.ERROR)
 
@@ -91,15 +81,9 @@ class PackedGPTModel(GPTModel):
         return self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else self.output_layer.weight
 
 
-class BiasedRowParallelLinear(RowParallelLinear):
-    """An attention output projection with a bias in a model whose other linear layers have none."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{**kwargs, "bias": True})
-
-
 def transformer_config(
-    settings: MegatronSettings, parallel: Parallel, device: Device, *, dtype: torch.dtype, sequence_parallel: bool, recompute: str
+    settings: MegatronSettings, parallel: Parallel, device: Device, *, dtype: torch.dtype, sequence_parallel: bool, recompute: str,
+    layers: str,
 ) -> TransformerConfig:
     """Megatron's configuration of the model on this layout. Raises ConfigError for what the engine cannot do."""
     layout = parallel.layout
@@ -137,12 +121,14 @@ def transformer_config(
         variable_seq_lengths=layout.pp > 1,
         moe_token_dispatcher_type="alltoall",  # variable_seq_lengths asks for it even in a dense model
         deallocate_pipeline_outputs=layout.pp > 1,
-        # Fusions that need Transformer Engine or apex.
+        # Fusions that need apex, or compile at run time.
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
-        apply_rope_fusion=False,
+        # Its kernel for unpacked rows takes an angle for every token, which is how positions are given here.
+        apply_rope_fusion=layers == TRANSFORMER_ENGINE,
+        moe_grouped_gemm=layers == TRANSFORMER_ENGINE and settings.experts is not None,
     )
 
 
@@ -160,41 +146,10 @@ def _stages(layers: int, layout: Layout) -> dict[str, Any]:
     return arguments
 
 
-def block_spec(config: TransformerConfig, settings: MegatronSettings, chunk: int | None) -> TransformerBlockSubmodules:
-    """Megatron's local layers with our attention and norm."""
-    count, first = get_num_layers_to_build(config, vp_stage=chunk), get_transformer_layer_offset(config, vp_stage=chunk)
-    layers = [layer_spec(settings, n) for n in range(first, first + count)]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
-
-
-def layer_spec(settings: MegatronSettings, n: int) -> ModuleSpec:
-    """Decoder layer n (from 0)."""
-    experts = settings.experts if settings.experts is not None and settings.experts.layers[n] else None
-    layer = copy.deepcopy(get_gpt_layer_local_spec(normalization="RMSNorm", num_experts=experts.routing.experts if experts else None))
-    layer.submodules.input_layernorm = RMSNorm
-    layer.submodules.pre_mlp_layernorm = RMSNorm
-    if settings.latent is not None:
-        latent = {"latent": settings.latent, "rotary_scale": settings.rotary_scale}
-        layer.submodules.self_attention = ModuleSpec(module=LatentAttention, params=latent)
-    else:
-        _plain_attention(layer.submodules.self_attention.submodules, settings)
-    if experts is not None:
-        layer.submodules.mlp.submodules.router = partial(ExactRouter, routing=experts.routing)
-    return layer
-
-
-def _plain_attention(attention: SelfAttentionSubmodules, settings: MegatronSettings) -> None:
-    attention.core_attention = PackedAttention
-    if settings.attention_output_bias:
-        attention.linear_proj = BiasedRowParallelLinear
-    if settings.transformer["qk_layernorm"]:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-
-
 def build_chunks(
-    settings: MegatronSettings, config: TransformerConfig, parallel: Parallel, device: Device, head: str
+    settings: MegatronSettings, config: TransformerConfig, parallel: Parallel, device: Device, head: str, layers: str
 ) -> list[PackedGPTModel]:
-    """The model chunks of this rank (one, or vpp of them), on the device, weights not loaded.
+    """The model chunks of this rank (one, or vpp of them), on the device, weights not loaded. `layers`: a choice of layers.py.
 
     No Float16Module around them: parameters have the dtype already, and its float32 copy of the output is not wanted.
     """
@@ -206,7 +161,7 @@ def build_chunks(
         model = PackedGPTModel(
             head=head,
             config=config,
-            transformer_layer_spec=block_spec(config, settings, virtual),
+            transformer_layer_spec=block_spec(config, settings, virtual, layers),
             pre_process=parallel.first_stage and chunk == 0,
             post_process=parallel.last_stage and chunk == layout.vpp - 1,
             parallel_output=True,
@@ -226,17 +181,17 @@ def unwrap(chunk: torch.nn.Module) -> PackedGPTModel:
     return chunk
 
 
-# Transformer Engine's spec fuses a norm into the linear layer behind it, which then holds the norm's weight.
+# Transformer Engine's linear layer with a norm in front of it holds the norm's weight; the weight map knows it by the norm's name.
 FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
-    "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",
-    "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
 }
+EXPERT = re.compile(r"mlp\.experts\.local_experts\.(?P<expert>\d+)\.(?P<layer>linear_fc[12])\.weight")
+GROUPED_EXPERT = re.compile(r"mlp\.experts\.(?P<layer>linear_fc[12])\.weight(?P<expert>\d+)")  # of Transformer Engine
 
 
 def named_parameters(chunks: list[torch.nn.Module]) -> dict[str, torch.Tensor]:
-    """Parameters of this rank, and a router's expert bias, by the local spec's name, whatever the spec.
+    """Parameters of this rank, and a router's expert bias, by the weight map's name, whatever the layers are made of.
 
     Layers and experts are numbered within the model, from 0.
     """
@@ -249,12 +204,17 @@ def named_parameters(chunks: list[torch.nn.Module]) -> dict[str, torch.Tensor]:
 
 
 def _global_name(chunk: PackedGPTModel, name: str) -> str:
-    """Megatron numbers layers within a chunk and experts within a rank."""
     if not name.startswith("decoder.layers."):
         return name
     local, rest = name.removeprefix("decoder.layers.").split(".", 1)
-    layer = chunk.decoder.layers[int(local)]
-    if rest.startswith(LOCAL_EXPERTS):
-        expert, rest = rest.removeprefix(LOCAL_EXPERTS).split(".", 1)
-        rest = f"{LOCAL_EXPERTS}{layer.mlp.local_expert_indices[int(expert)]}.{rest}"
-    return f"decoder.layers.{layer.layer_number - 1}.{FUSED_NORMS.get(rest, rest)}"
+    layer = chunk.decoder.layers[int(local)]  # Megatron numbers layers within a chunk
+    experts = layer.mlp.local_expert_indices if hasattr(layer.mlp, "local_expert_indices") else ()
+    return f"decoder.layers.{layer.layer_number - 1}.{weight_map_name(rest, experts)}"
+
+
+def weight_map_name(name: str, experts: Sequence[int]) -> str:
+    """The weight map's name of a layer's parameter. `experts`: numbers of this rank's experts, which modules count from 0."""
+    match = EXPERT.fullmatch(name) or GROUPED_EXPERT.fullmatch(name)
+    if match:
+        return f"mlp.experts.local_experts.{experts[int(match['expert'])]}.{match['layer']}.weight"
+    return FUSED_NORMS.get(name, name)

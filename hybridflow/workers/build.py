@@ -36,6 +36,7 @@ def build_engine(context: WorkerContext, role: ActorConfig | PlacedConfig, confi
         read_hf_config(role.model.path), context.layout, dtype=DTYPES[role.model.dtype], device=device,
         optimizer=getattr(role, "optimizer", None), sequence_parallel=role.parallel.sequence_parallel,
         recompute=getattr(role, "recompute", "none"), seed=config.trainer.seed, total_steps=total_steps, head=head,
+        transformer_impl=role.model.transformer_impl,
     )
     engine.load(role.model.path)
     return engine
