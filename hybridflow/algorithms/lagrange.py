@@ -48,10 +48,10 @@ class LagrangianAdvantages(TokenAdvantages):
     multiplier: float
 
     def __call__(self, batch: Batch, sum_over_ranks: SumOverRanks) -> Batch:
-        """batch: score, cost, trained [B]; old_log_prob, values, cost_values Ragged; ref_log_prob and token_reward where used.
+        """batch: score, cost, trained [B]; old_log_prob, values, cost_values Ragged; ref_log_prob, token_reward and token_cost where used.
         Returns advantage, returns, cost_returns: Ragged float32, 0 in rows not trained on."""
         mask, rewards, kl_T = self.rewards(batch)
-        costs = token_rewards(batch["cost"].nan_to_num(nan=0.0), mask.lengths, None, mask)
+        costs = token_rewards(batch["cost"].nan_to_num(nan=0.0), mask.lengths, batch["token_cost"] if "token_cost" in batch else None, mask)
         settings = {"gamma": self.gamma, "lam": self.lam, "mask": mask}
         advantages, returns = gae(rewards, batch["values"], **settings)
         cost_advantages, cost_returns = gae(Ragged(costs.values + kl_T, mask.lengths), batch["cost_values"], **settings)

@@ -19,7 +19,6 @@ from hybridflow.cluster.sharded import ShardedBatch
 from hybridflow.cluster.worker_group import Future, RoleHandle
 from hybridflow.config.schema import Config
 from hybridflow.data.batch import FINISH_LENGTH
-from hybridflow.errors import RewardError
 from hybridflow.rewards.sources import PendingReward
 
 
@@ -69,19 +68,17 @@ def add_rewards(flow: Flow, batch: ShardedBatch, rewards: PendingReward) -> tupl
 
 
 def add_costs(flow: Flow, batch: ShardedBatch, costs: PendingReward) -> tuple[ShardedBatch, dict[str, float]]:
-    """Adds cost; responses without one are not trained on. The multiplier learns of the mean cost before it weighs this step."""
+    """Adds cost and each source's columns; responses without one are not trained on. The multiplier learns of the mean cost before it
+    weighs this step."""
     with flow.timer.phase("cost"):
-        scored, (counts,) = costs.get()
-    cost_B, multiplier = scored["reward"], flow.controllers["multiplier"]
+        costed, (counts,) = costs.get()
+    cost_B, multiplier = costed["cost"], flow.controllers["multiplier"]
     known_B = ~cost_B.isnan()
-    if not known_B.any():
-        raise RewardError(f"none of the {len(cost_B)} responses has a cost: look at what the cost function returned")
     mean = cost_B[known_B].double().mean().item()
     multiplier.update(mean)
     metrics = {"cost/mean": mean, "cost/above_limit": (cost_B[known_B] > multiplier.limit).double().mean().item(),
                "cost/multiplier": multiplier.value}
-    counted = {name.replace("reward", "cost", 1): value for name, value in counts.items()}
-    return batch.with_columns(cost=cost_B, trained=batch["trained"] * known_B), counted | metrics
+    return batch.union(costed).with_columns(trained=batch["trained"] * known_B), counts | metrics
 
 
 def shaped(batch: ShardedBatch, config: Config) -> torch.Tensor:
@@ -128,7 +125,7 @@ def add_token_advantages(flow: Flow, batch: ShardedBatch, *, lam: float) -> Shar
 def add_advantages(flow: Flow, batch: ShardedBatch, estimator: TokenAdvantages) -> ShardedBatch:
     """Adds the estimator's columns, computed by the actor's ranks."""
     names = ("reward", "score", "cost", "trained", "old_log_prob", "ref_log_prob", "values", "cost_values", "token_reward",
-             "prompt_length", "response_length")
+             "token_cost", "prompt_length", "response_length")
     needed = batch.only(*(name for name in names if name in batch))
     with flow.timer.phase("advantage"):
         return batch.union(flow.actor.compute_advantage(needed, estimator=estimator).get())

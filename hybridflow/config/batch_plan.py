@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hybridflow.config.batch_rules import longest_sequence, rows_per_step
+from hybridflow.config.batch_rules import longest_sequence, rows_per_step, updates_per_step
 from hybridflow.config.layout import GenerationLayout, Layout
 from hybridflow.config.placement import ACTOR, Placement, placement
 from hybridflow.config.roles import ModelRole, generates, model_roles
@@ -108,7 +108,7 @@ def batch_plan(config: Config, world: int, generation: GenerationLayout | None =
         rows_per_dp_rank=per_rank,
         log_prob=passes(per_rank, longest, config.actor.log_prob_max_tokens_per_micro_batch) if generating else None,
         mini_batch_rows=mini,
-        optimizer_steps=config.algorithm.update_epochs * (rows // mini),
+        optimizer_steps=updates_per_step(config),
         mini_batch_rows_per_dp_rank=mini // layout.dp,
         update=passes(mini // layout.dp, longest, config.actor.max_tokens_per_micro_batch),
         rollout=_rollout_plan(config, generation) if generation is not None else None,

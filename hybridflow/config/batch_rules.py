@@ -27,6 +27,12 @@ def rows_per_step(config: Config) -> int:
     return config.data.train_batch_size * (config.rollout.n if generates(config) else rows_per_unit(config))
 
 
+def updates_per_step(config: Config) -> int:
+    """Optimizer steps of one rollout: update_epochs passes over its mini-batches."""
+    rows = rows_per_step(config)
+    return config.algorithm.update_epochs * math.ceil(rows / (config.algorithm.mini_batch_size or rows))
+
+
 def longest_response(config: Config) -> tuple[str, int]:
     """Key and value of the limit of a response, generated or given, in tokens."""
     if generates(config):

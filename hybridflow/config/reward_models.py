@@ -1,7 +1,8 @@
-"""The free mapping `reward_models` as typed settings: one entry per model that scores responses.
+"""The free mappings `reward_models` and `cost.models` as typed settings: one entry per model that scores responses.
 
     reward_models.helpful.model.path=MODEL_FOLDER reward_models.helpful.weight=0.5      # or reward_models.helpful=MODEL_FOLDER
     reward_models.judge.kind=judge reward_models.judge.model.path=OTHER_FOLDER
+    cost.models.harm.model.path=MODEL_FOLDER
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from hybridflow.config.ranges import range_problem
 from hybridflow.config.schema import Config, ModelConfig, ParallelConfig, PlacedConfig, setting
 from hybridflow.errors import ConfigError
 
-SECTION = "reward_models"
 PROMPT = """Rate the response to the prompt from 0 (useless) to 10 (perfect).
 
 Prompt:
@@ -35,7 +35,7 @@ Think it over in a few sentences, then end with a line of the form "Score: <numb
 
 @dataclass
 class ScorerConfig(PlacedConfig):
-    """What every reward model has. dtype and parallel follow the actor's where they are not set."""
+    """What every model that scores has. dtype and parallel follow the actor's where they are not set."""
 
     kind: str = setting("scalar", choices=("scalar", "judge"))
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -76,36 +76,91 @@ class JudgeConfig(ScorerConfig):
 KINDS: dict[str, type[ScorerConfig]] = {"scalar": RewardModelConfig, "judge": JudgeConfig}
 
 
-def reward_models(config: Config) -> dict[str, ScorerConfig]:
-    """The reward models by name. Raises ConfigError with everything that is wrong in the mapping."""
-    found, problems = _parse(config)
+@dataclass(frozen=True)
+class Purpose:
+    """What the models of one mapping score: the section they stand in, and the first part of what is named after them."""
+
+    section: str
+    prefix: str
+
+
+REWARD = Purpose("reward_models", "reward_model")
+COST = Purpose("cost.models", "cost_model")
+
+
+@dataclass(frozen=True, eq=False)
+class Scorer:
+    """One model that scores responses, and its names."""
+
+    name: str
+    purpose: Purpose
+    settings: ScorerConfig
+
+    @property
+    def section(self) -> str:
+        """The key its settings stand at."""
+        return f"{self.purpose.section}.{self.name}"
+
+    @property
+    def role(self) -> str:
+        return f"{self.purpose.prefix}_{self.name}"
+
+    @property
+    def column(self) -> str:
+        """Its raw scores in batches and metrics."""
+        return f"{self.purpose.prefix}/{self.name}"
+
+
+def scorers(config: Config, purpose: Purpose) -> dict[str, Scorer]:
+    """The models of one purpose by name. Raises ConfigError with everything that is wrong in the mapping."""
+    found, problems = _parse(config, purpose)
     if problems:
         raise ConfigError(problems)
     return found
 
 
-def valid_reward_models(config: Config) -> dict[str, ScorerConfig]:
+def valid_scorers(config: Config, purpose: Purpose) -> list[Scorer]:
     """Those entries of the mapping in which nothing is wrong."""
-    return _parse(config)[0]
+    return list(_parse(config, purpose)[0].values())
 
 
-def reward_model_problems(config: Config) -> list[str]:
+def scorer_problems(config: Config, purpose: Purpose) -> list[str]:
     """Unknown keys, wrong types, values out of range, and settings that cannot work."""
-    found, problems = _parse(config)
-    for name, settings in found.items():
-        problems += _rules(f"{SECTION}.{name}", settings)
-        if config.algorithm.name == "remax" and settings.normalize != "none":
-            problems.append(f"{SECTION}.{name}.normalize={settings.normalize} with algorithm.name=remax: rewards of greedy responses are "
-                            "the baseline, and would be normalised by other statistics than those of the sampled ones; use none.")
+    found, problems = _parse(config, purpose)
+    for scorer in found.values():
+        problems += _rules(scorer.section, scorer.settings)
+        problems += _cost_rules(scorer) if purpose == COST else _reward_rules(scorer, config)
     return problems
 
 
-def _parse(config: Config) -> tuple[dict[str, ScorerConfig], list[str]]:
+def _reward_rules(scorer: Scorer, config: Config) -> list[str]:
+    if config.algorithm.name != "remax" or scorer.settings.normalize == "none":
+        return []
+    return [f"{scorer.section}.normalize={scorer.settings.normalize} with algorithm.name=remax: rewards of greedy responses are "
+            "the baseline, and would be normalised by other statistics than those of the sampled ones; use none."]
+
+
+def _cost_rules(scorer: Scorer) -> list[str]:
+    settings, problems = scorer.settings, []
+    if settings.normalize != "none":
+        problems.append(f"{scorer.section}.normalize={settings.normalize}: cost.limit bounds the mean of the costs themselves, and "
+                        "normalised ones have mean 0; use none.")
+    if isinstance(settings, RewardModelConfig) and settings.distill_ratio > 0:
+        problems.append(f"{scorer.section}.distill_ratio={settings.distill_ratio}: the error of a light head would move the mean cost "
+                        "that cost.limit bounds; use 0.")
+    return problems
+
+
+def _entries(config: Config, purpose: Purpose) -> Mapping[str, Any]:
+    return config.cost.models if purpose == COST else config.reward_models
+
+
+def _parse(config: Config, purpose: Purpose) -> tuple[dict[str, Scorer], list[str]]:
     found, problems = {}, []
-    for name, entry in config.reward_models.items():
-        prefix = f"{SECTION}.{name}"
+    for name, entry in _entries(config, purpose).items():
+        prefix = f"{purpose.section}.{name}"
         if not re.fullmatch(r"[A-Za-z]\w*", str(name)):
-            problems.append(f"{prefix}: the name of a reward model is a word of letters, digits and _.")
+            problems.append(f"{prefix}: the name of a {purpose.prefix.replace('_', ' ')} is a word of letters, digits and _.")
             continue
         entry = {"model": {"path": entry}} if isinstance(entry, str) else entry
         if not isinstance(entry, Mapping):
@@ -118,7 +173,7 @@ def _parse(config: Config) -> tuple[dict[str, ScorerConfig], list[str]]:
         settings, wrong = _typed(KINDS[kind], entry, prefix, config)
         problems += wrong
         if not wrong:
-            found[str(name)] = settings
+            found[str(name)] = Scorer(str(name), purpose, settings)
     return found, problems
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from omegaconf import MISSING
 
 from hybridflow.config.algorithms import ALGORITHMS, GENERATING
-from hybridflow.config.reward_models import SECTION, JudgeConfig, RewardModelConfig, ScorerConfig, valid_reward_models
-from hybridflow.config.schema import ActorConfig, Config, CriticConfig, PlacedConfig
+from hybridflow.config.reward_models import COST, REWARD, JudgeConfig, RewardModelConfig, Scorer, ScorerConfig, valid_scorers
+from hybridflow.config.schema import ActorConfig, Config, CriticConfig, PlacedConfig, RewardConfig
 
 
 def generates(config: Config) -> bool:
@@ -74,8 +74,9 @@ def model_roles(config: Config) -> list[ModelRole]:
     roles = [ModelRole("actor", "actor", config.actor)]
     if uses_reference(config):
         roles.append(ModelRole("reference", "reference", config.reference))
-    if generates(config):
-        roles += [ModelRole(scorer_role(name), f"{SECTION}.{name}", settings) for name, settings in valid_reward_models(config).items()]
+    models: list[Scorer] = valid_scorers(config, REWARD) if generates(config) else []
+    models += valid_scorers(config, COST) if has_role(config, "cost") else []
+    roles += [ModelRole(scorer.role, scorer.section, scorer.settings) for scorer in models]
     if has_role(config, "critic"):
         roles.append(ModelRole("critic", "critic", config.critic))
     if has_role(config, "cost_critic"):
@@ -83,11 +84,6 @@ def model_roles(config: Config) -> list[ModelRole]:
     return roles
 
 
-def scorer_role(name: str) -> str:
-    """The role of the reward model `name`."""
-    return f"reward_model_{name}"
-
-
-def uses_function(config: Config) -> bool:
-    """True if a reward function scores; False where reward models do alone."""
-    return config.reward.function not in (MISSING, "")
+def uses_function(settings: RewardConfig) -> bool:
+    """True if a reward (or cost) function scores; False where models do alone."""
+    return settings.function not in (MISSING, "")

@@ -149,7 +149,7 @@ class RolloutConfig:
 
 @dataclass
 class RewardConfig:
-    function: str = MISSING  # package.module:name; may be left out where reward models score
+    function: str = MISSING  # package.module:name; may be left out where models score
     kwargs: dict[str, Any] = field(default_factory=dict)  # extra keyword arguments of the function
     workers: int = setting(2, minimum=1)  # processes that run it
     concurrency: int = setting(64, minimum=1)  # calls of an `async def` function in flight in each process
@@ -159,16 +159,26 @@ class RewardConfig:
     on_error: str = setting("raise", choices=("raise", "score"))
     error_reward: float = 0.0
 
+    @property
+    def section(self) -> str:
+        """The key these settings stand at."""
+        return "reward"
+
 
 @dataclass
 class CostConfig(RewardConfig):
-    """Safe-RLHF: what a response costs (the function's score), and the limit the mean cost is held to."""
+    """Safe-RLHF: what a response costs (by the function, by models, or their sum), and the limit the mean cost is held to."""
 
+    models: dict[str, Any] = field(default_factory=dict)  # models of costs: name -> settings or model folder, as in reward_models
     critic: CriticConfig = like(CriticConfig, "critic")  # the value model of costs
     limit: float = 0.0  # mean cost per response that is allowed
     multiplier: float = setting(1.0, above=0)  # Lagrange multiplier at the start
     multiplier_lr: float = setting(0.1, above=0)  # its learning rate in log space
     multiplier_max: float = setting(20.0, above=0)  # it never rises above
+
+    @property
+    def section(self) -> str:
+        return "cost"
 
 
 @dataclass

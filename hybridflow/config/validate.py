@@ -15,7 +15,7 @@ from hybridflow.config.model_facts import ModelFacts
 from hybridflow.config.optimizer_rules import optimizer_problems
 from hybridflow.config.placement import actor_ranks, ranks_of
 from hybridflow.config.ranges import missing_problems, range_problems
-from hybridflow.config.reward_models import reward_model_problems
+from hybridflow.config.reward_models import COST, REWARD, scorer_problems
 from hybridflow.config.roles import generates, has_role, model_roles, uses_reference
 from hybridflow.config.schema import Config
 
@@ -48,8 +48,9 @@ def validate(config: Config, world: int, facts: ModelFacts | None, others: Mappi
 
 def required_keys(config: Config) -> list[str]:
     """The settings without a default that this run needs."""
-    scored = (["reward.function"] if generates(config) and not config.reward_models else [])
-    return ["actor.model.path", "data.train_files", *scored, *(["cost.function"] if has_role(config, "cost") else [])]
+    scored = ["reward.function"] if generates(config) and not config.reward_models else []
+    scored += ["cost.function"] if has_role(config, "cost") and not config.cost.models else []
+    return ["actor.model.path", "data.train_files", *scored]
 
 
 def _sizes_in_range(in_range: list[str]) -> bool:
@@ -113,8 +114,9 @@ def _sampling_problems(config: Config) -> list[str]:
 
 
 def _reward_problems(config: Config) -> list[str]:
-    functions = {"reward.function": config.reward.function} | ({"cost.function": config.cost.function} if has_role(config, "cost") else {})
-    return reward_model_problems(config) + [
+    costs = has_role(config, "cost")
+    functions = {"reward.function": config.reward.function} | ({"cost.function": config.cost.function} if costs else {})
+    return scorer_problems(config, REWARD) + (scorer_problems(config, COST) if costs else []) + [
         f"{key}={function}: expected package.module:name, an importable function such as my_rewards.sums:exact."
         for key, function in functions.items() if function not in ("???", "") and not _FUNCTION.fullmatch(function)]
 

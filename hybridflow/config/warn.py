@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hybridflow.config import keys
 from hybridflow.config.algorithm_rules import unread_settings
-from hybridflow.config.batch_rules import GIB, kv_bytes_per_token, longest_sequence, rows_per_step
+from hybridflow.config.batch_rules import GIB, kv_bytes_per_token, longest_sequence, updates_per_step
 from hybridflow.config.model_facts import ModelFacts
 from hybridflow.config.render import value_at
 from hybridflow.config.roles import generates, has_role, model_roles
@@ -46,8 +46,7 @@ def _schedule(config: Config) -> list[str]:
     steps, found = config.trainer.steps, []
     if steps is not None and config.trainer.epochs != 1:
         found.append(f"trainer.epochs={config.trainer.epochs} has no effect with trainer.steps={steps}.")
-    rows = rows_per_step(config)
-    updates = steps and steps * config.algorithm.update_epochs * (rows // (config.algorithm.mini_batch_size or rows))
+    updates = steps and steps * updates_per_step(config)
     for role in model_roles(config):
         if not role.trained:
             continue

@@ -15,7 +15,7 @@ SAMPLE_RESPONSE = "a sample response"
 
 
 def check_reward_function(reward: RewardConfig, dataset: PromptDataset, tokenizer: PreTrainedTokenizerBase, alone: bool = True) -> None:
-    """Load `reward.function` in a process of its own and call it on the first row of `dataset` with a made-up response
+    """Load `<section>.function` in a process of its own and call it on the first row of `dataset` with a made-up response
     (given twice, so that a wrong batch dimension shows). alone: nothing else scores, so it may not abstain from the sample.
 
     Raises ConfigError when it cannot be loaded or called with the data's columns, RewardError when it raises, hangs or
@@ -28,13 +28,13 @@ def check_reward_function(reward: RewardConfig, dataset: PromptDataset, tokenize
         if problems:
             raise ConfigError(problems)
         result = runner.score(dataset.texts([0]) * 2, [SAMPLE_RESPONSE] * 2, [columns] * 2, ["stop"] * 2, [length] * 2)
-    if alone and result.metrics["reward/abstained"]:
+    if alone and result.metrics[f"{reward.section}/abstained"]:
         raise RewardError(
-            f"reward.function={reward.function} returned None (no score) for the sample response {SAMPLE_RESPONSE!r} to "
+            f"{reward.section}.function={reward.function} returned None (no score) for the sample response {SAMPLE_RESPONSE!r} to "
             f"{dataset.texts([0])[0]!r}, and nothing else scores it: return a number (a missing `return` gives None)"
         )
-    if result.metrics["reward/timeouts"]:
+    if result.metrics[f"{reward.section}/timeouts"]:
         raise RewardError(
-            f"reward.function={reward.function} took longer than reward.timeout_seconds={reward.timeout_seconds:g} "
+            f"{reward.section}.function={reward.function} took longer than {reward.section}.timeout_seconds={reward.timeout_seconds:g} "
             f"on the sample response {SAMPLE_RESPONSE!r} to {dataset.texts([0])[0]!r}"
         )

@@ -49,8 +49,10 @@ class Item:
 
 @dataclass(frozen=True)
 class Signature:
-    """What a reward function accepts. required: parameters without default; named: all parameters but *args, **kwargs."""
+    """What a reward function accepts. section: of its settings, "reward" or "cost"; required: parameters without default; named:
+    all parameters but *args, **kwargs."""
 
+    section: str
     batched: bool
     asynchronous: bool
     named: tuple[str, ...]
@@ -67,18 +69,18 @@ class Signature:
         problems = []
         unknown = sorted(set(kwargs) - set(self.named)) if not self.takes_all else []
         if unknown:
-            problems.append(f"reward.kwargs has {unknown}, which {name} does not accept; its parameters are {list(self.named)}")
+            problems.append(f"{self.section}.kwargs has {unknown}, which {name} does not accept; its parameters are {list(self.named)}")
         reserved = sorted(set(kwargs) & RESERVED)
         if reserved:
-            problems.append(f"reward.kwargs must not set {reserved}: hybridflow fills these")
+            problems.append(f"{self.section}.kwargs must not set {reserved}: hybridflow fills these")
         both = sorted(set(kwargs) & set(columns) & (set(columns) if self.takes_all else set(self.named)))
         if both:
-            problems.append(f"{both} are data columns and in reward.kwargs as well; rename one of them")
+            problems.append(f"{both} are data columns and in {self.section}.kwargs as well; rename one of them")
         missing = [p for p in self.required if p not in RESERVED and p not in kwargs and p not in columns]
         if missing:
             problems.append(
                 f"{name} needs {missing}, but the data has the columns {sorted(columns)}; "
-                "add the column, set reward.kwargs, or give the parameter a default"
+                f"add the column, set {self.section}.kwargs, or give the parameter a default"
             )
         return problems
 
@@ -99,52 +101,54 @@ class Signature:
         return {**kwargs, **values, **{name: value for name, value in given.items() if name in self.named}}
 
 
-def signature_of(function: Callable, name: str) -> Signature:
+def signature_of(function: Callable, name: str, section: str) -> Signature:
     """Raises ConfigError, showing both contracts, when the parameter names fit neither."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"reward.function={name} has no readable signature ({error}); expected {SHAPES}") from error
+        raise ConfigError(f"{section}.function={name} has no readable signature ({error}); expected {SHAPES}") from error
     named = [p for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     names = {p.name for p in named}
     single, batched = names & set(SINGLE[:2]), names & set(BATCHED[:2])
     if len(single) + len(batched) != 2 or len(single) == 1:
-        raise ConfigError(f"reward.function={name} has the parameters {inspect.signature(function)}; expected {SHAPES}")
+        raise ConfigError(f"{section}.function={name} has the parameters {inspect.signature(function)}; expected {SHAPES}")
     return Signature(
-        batched=bool(batched), asynchronous=any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None)))),
+        section=section, batched=bool(batched),
+        asynchronous=any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None)))),
         named=tuple(p.name for p in named), required=tuple(p.name for p in named if p.default is p.empty),
         takes_all=any(p.kind is p.VAR_KEYWORD for p in parameters.values()),
     )
 
 
-def load_function(path: str) -> Callable:
-    """`package.module:name` or `path/file.py:name`. Raises ConfigError naming what is missing; an exception raised while
-    the module is imported is its cause."""
+def load_function(path: str, section: str) -> Callable:
+    """`package.module:name` or `path/file.py:name`, the value of `<section>.function`. Raises ConfigError naming what is missing; an
+    exception raised while the module is imported is its cause."""
+    setting = f"{section}.function={path}"
     source, separator, name = path.rpartition(":")
     if not separator or not source or not name:
-        raise ConfigError(f"reward.function={path!r} must be package.module:name or path/file.py:name")
-    module = _load_file(Path(source), path) if source.endswith(".py") else _load_module(source, path)
+        raise ConfigError(f"{setting} must be package.module:name or path/file.py:name")
+    module = _load_file(Path(source), setting) if source.endswith(".py") else _load_module(source, setting)
     function = getattr(module, name, None)
     if not callable(function):
         found = sorted(n for n, value in vars(module).items() if callable(value) and getattr(value, "__module__", "") == module.__name__)
-        raise ConfigError(f"reward.function={path}: {source} has no function {name!r}; it has {found}")
+        raise ConfigError(f"{setting}: {source} has no function {name!r}; it has {found}")
     return function
 
 
-def _load_module(source: str, path: str) -> ModuleType:
+def _load_module(source: str, setting: str) -> ModuleType:
     try:
         return importlib.import_module(source)
     except ImportError as error:
-        raise ConfigError(f"reward.function={path}: cannot import {source}: {error}; is its folder on PYTHONPATH?") from error
+        raise ConfigError(f"{setting}: cannot import {source}: {error}; is its folder on PYTHONPATH?") from error
 
 
-def _load_file(file: Path, path: str) -> ModuleType:
+def _load_file(file: Path, setting: str) -> ModuleType:
     if not file.is_file():
-        raise ConfigError(f"reward.function={path}: there is no file {file.absolute()}")
+        raise ConfigError(f"{setting}: there is no file {file.absolute()}")
     sys.path.insert(0, str(file.absolute().parent))  # the file may import its neighbours
     spec = importlib.util.spec_from_file_location(file.stem, file)
     if spec is None or spec.loader is None:
-        raise ConfigError(f"reward.function={path}: {file} is not a Python file")
+        raise ConfigError(f"{setting}: {file} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[file.stem] = module
     spec.loader.exec_module(module)

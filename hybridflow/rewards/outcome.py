@@ -25,8 +25,9 @@ LOGGED_FAILURES = 3  # messages per batch; all are counted
 class RewardResult:
     """scores: float32 [B], NaN where the function abstained. token_scores: Ragged float32, only from a function that returns
     token-level rewards (scores are then the row sums). columns: what else it returned, by name: float32 [B] (NaN where absent)
-    or a list of texts (None where absent). metrics: reward/timeouts, reward/errors and reward/abstained count responses;
-    reward/<name> is the mean of a numeric column over the responses that have it."""
+    or a list of texts (None where absent). metrics, of costs with cost/ for
+    reward/: reward/timeouts, reward/errors and reward/abstained count responses; reward/<name> is the mean of a numeric column over
+    the responses that have it."""
 
     scores: torch.Tensor
     metrics: dict[str, float]
@@ -39,10 +40,10 @@ def to_result(outcomes: Sequence[Outcome], items: Sequence[Item], config: Reward
     scores = [_score(outcome, config) for outcome in outcomes]
     _log_failures(outcomes, items, config)
     columns = _columns(outcomes, config)
-    metrics = {f"reward/{name}": mean for name, column in columns.items() if (mean := _mean(column)) is not None}
-    metrics["reward/timeouts"] = float(sum(isinstance(outcome, TimedOut) for outcome in outcomes))
-    metrics["reward/errors"] = float(sum(isinstance(outcome, Failure) for outcome in outcomes))
-    metrics["reward/abstained"] = float(sum(isinstance(outcome, Score) and outcome.abstained for outcome in outcomes))
+    metrics = {f"{config.section}/{name}": mean for name, column in columns.items() if (mean := _mean(column)) is not None}
+    metrics[f"{config.section}/timeouts"] = float(sum(isinstance(outcome, TimedOut) for outcome in outcomes))
+    metrics[f"{config.section}/errors"] = float(sum(isinstance(outcome, Failure) for outcome in outcomes))
+    metrics[f"{config.section}/abstained"] = float(sum(isinstance(outcome, Score) and outcome.abstained for outcome in outcomes))
     return RewardResult(torch.tensor(scores, dtype=torch.float32), metrics, _token_scores(outcomes, scores, items, config), columns)
 
 
@@ -52,8 +53,9 @@ def failure_text(config: RewardConfig, failure: Failure, number: int, items: Seq
     where = f"the batch of {len(items)} responses" if failure.whole else (
         f"row {number} of {len(items)} (prompt {_excerpt(item.prompt)}, response {_excerpt(item.response)})"
     )
-    fix = "" if failure.contract else "\nreward.on_error=score would give such responses reward.error_reward and count them"
-    return f"reward.function={config.function}, for {where}, {failure.message}{fix}"
+    section = config.section
+    fix = "" if failure.contract else f"\n{section}.on_error=score would give such responses {section}.error_reward and count them"
+    return f"{section}.function={config.function}, for {where}, {failure.message}{fix}"
 
 
 def _score(outcome: Outcome, config: RewardConfig) -> float:
@@ -69,7 +71,8 @@ def _columns(outcomes: Sequence[Outcome], config: RewardConfig) -> dict[str, tor
         values = [row.get(name) for row in extras]
         kinds = {type(value) for value in values if value is not None}
         if kinds == {str, float}:
-            raise RewardError(f"reward.function={config.function} returned {name} as a number for some responses and as a text for others")
+            raise RewardError(f"{config.section}.function={config.function} returned {name} as a number for some responses and as a "
+                              "text for others")
         columns[name] = values if kinds == {str} else torch.tensor([math.nan if v is None else v for v in values], dtype=torch.float32)
     return columns
 
@@ -87,8 +90,8 @@ def _token_scores(outcomes: Sequence[Outcome], scores: list[float], items: Seque
     for number, outcome in enumerate(outcomes):
         if isinstance(outcome, Score) and outcome.tokens is None and not outcome.abstained:
             raise RewardError(
-                f"reward.function={config.function} returned token-level rewards for some responses and one number for row {number}; "
-                "return the same kind for all"
+                f"{config.section}.function={config.function} returned token-level rewards for some responses and one number for row "
+                f"{number}; return the same kind for all"
             )
         if isinstance(outcome, Score) and outcome.tokens is not None:
             rows.append(outcome.tokens)
@@ -104,7 +107,7 @@ def _log_failures(outcomes: Sequence[Outcome], items: Sequence[Item], config: Re
     for number in failed[:LOGGED_FAILURES]:
         outcome = outcomes[number]
         if isinstance(outcome, TimedOut):
-            outcome = Failure(f"took longer than reward.timeout_seconds={config.timeout_seconds:g} and was killed", contract=True)
+            outcome = Failure(f"took longer than {config.section}.timeout_seconds={config.timeout_seconds:g} and was killed", contract=True)
         log.warning("%s", failure_text(config, outcome, number, items))
     if len(failed) > LOGGED_FAILURES:
         log.warning("%d more responses without a score", len(failed) - LOGGED_FAILURES)

@@ -41,14 +41,15 @@ class RewardProcess:
         self.start_deadline = time.monotonic() + START_TIMEOUT_SECONDS
         self.pending: deque[int] = deque()  # numbers of the items sent and not answered, in order
         self.deadline = 0.0
-        self.pipe.send((config.function, config.kwargs, config.timeout_seconds))
+        self.pipe.send((config.section, config.function, config.kwargs, config.timeout_seconds))
 
     def wait_ready(self) -> Signature:
         """Raises ConfigError when the function cannot be loaded, RewardError when the process dies or hangs meanwhile."""
         if self.signature is None:
             if not self.pipe.poll(max(0.0, self.start_deadline - time.monotonic())):
                 self.kill()
-                raise RewardError(f"importing reward.function={self.config.function} took longer than {START_TIMEOUT_SECONDS:g} s")
+                function = f"{self.config.section}.function={self.config.function}"
+                raise RewardError(f"importing {function} took longer than {START_TIMEOUT_SECONDS:g} s")
             try:
                 ready = self.pipe.recv()
             except (EOFError, ConnectionResetError) as error:

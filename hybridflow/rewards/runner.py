@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from hybridflow.config.schema import RewardConfig
 from hybridflow.errors import ConfigError, RewardError
 from hybridflow.rewards.function import Item, Signature
@@ -30,9 +28,10 @@ class RewardRunner:
 
     def __init__(self, config: RewardConfig) -> None:
         if config.on_error not in ("raise", "score"):
-            raise ConfigError(f"reward.on_error={config.on_error!r} is none of raise, score")
+            raise ConfigError(f"{config.section}.on_error={config.on_error!r} is none of raise, score")
         if config.workers < 1 or not config.timeout_seconds > 0:
-            raise ConfigError(f"reward.workers={config.workers} and reward.timeout_seconds={config.timeout_seconds} must be above 0")
+            raise ConfigError(f"{config.section}.workers={config.workers} and {config.section}.timeout_seconds={config.timeout_seconds} "
+                              "must be above 0")
         self.config = config
         self.processes = [RewardProcess(config) for _ in range(config.workers)]
 
@@ -50,7 +49,7 @@ class RewardRunner:
         lengths = response_lengths if response_lengths is not None else [None] * len(responses)
         items = [Item(*row) for row in zip(prompts, responses, columns, finish_reasons, lengths, strict=True)]
         if not items:
-            return RewardResult(torch.zeros(0), {"reward/timeouts": 0.0, "reward/errors": 0.0, "reward/abstained": 0.0})
+            return to_result([], [], self.config)
         if not self.processes:
             raise RewardError("the reward runner is closed")
         job = Job(self.config, self.processes, items)

@@ -1,4 +1,4 @@
-"""Everything that scores responses, behind one call: the reward function and the reward models of a run.
+"""Everything that scores responses, behind one call: the reward function and the reward models of a run, or those of its costs.
 
     pending = sources.compute_reward(batch, prompts)       # every source has started
     columns, (metrics,) = pending.get()                    # reward, and each source's own scores
@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,7 +15,7 @@ import torch
 
 from hybridflow.cluster.sharded import ShardedBatch
 from hybridflow.cluster.worker_group import Future, RoleHandle
-from hybridflow.config.reward_models import JudgeConfig, RewardModelConfig, ScorerConfig
+from hybridflow.config.reward_models import JudgeConfig, RewardModelConfig, Scorer, ScorerConfig
 from hybridflow.data.chat import Messages
 from hybridflow.errors import RewardError
 from hybridflow.rewards.combine import moments, weighted_sum
@@ -37,11 +37,10 @@ class PromptTexts(Protocol):
 
 @dataclass
 class ModelSource:
-    """A reward model: its role, its settings, its normaliser, and with distillation the role of its light head."""
+    """A reward model: its role, its normaliser, and with distillation the role of its light head."""
 
-    name: str
+    scorer: Scorer
     role: RoleHandle
-    settings: ScorerConfig
     head: RoleHandle | None
     seed: int  # of the choice of audited responses
 
@@ -49,8 +48,16 @@ class ModelSource:
         self.normalizer = Normalizer(self.settings.normalize)
 
     @property
+    def name(self) -> str:
+        return self.scorer.name
+
+    @property
+    def settings(self) -> ScorerConfig:
+        return self.scorer.settings
+
+    @property
     def column(self) -> str:
-        return f"reward_model/{self.name}"
+        return self.scorer.column
 
     def start(self, inputs: ShardedBatch, prompts: PromptTexts, guess: ShardedBatch | None) -> PendingScores:
         """Send the responses that the full model scores on their way. guess: what the light heads say; None: they are not asked."""
@@ -103,7 +110,7 @@ class PendingScores:
     split: Split | None = None
 
     def get(self) -> tuple[ShardedBatch, dict[str, float]]:
-        """(the raw scores as column reward_model/<name>, with what else the model gives; metrics)."""
+        """(the raw scores as the scorer's column, with what else the model gives; metrics)."""
         name, metrics = self.source.column, {}
         scored, counts = self.full.get() if self.full is not None else (None, [])
         if self.split is None:
@@ -133,19 +140,20 @@ class PendingScores:
 
 @dataclass(frozen=True)
 class PendingReward:
-    """The scores of all sources, on their way."""
+    """The scores of all sources, on their way. what: "reward" or "cost"."""
 
+    what: str
     function: Future | None
     models: list[PendingScores]
     rows: int
     training: bool
 
     def get(self) -> tuple[ShardedBatch, list[dict[str, float]]]:
-        """(reward and each source's columns, [metrics]). Raises RewardError where no response has a score."""
+        """(reward, or cost, and each source's columns, [metrics]). Raises RewardError where no response has a score."""
         columns, metrics, scores, weights = ShardedBatch(self.rows), {}, {}, {}
         if self.function is not None:
             columns, (metrics,) = self.function.get()
-            scores[FUNCTION], weights[FUNCTION] = columns["reward"], 1.0
+            scores[FUNCTION], weights[FUNCTION] = columns[self.what], 1.0
         for pending in self.models:
             made, found = pending.get()
             columns, metrics, raw_B = columns.union(made), metrics | found, made[pending.source.column]
@@ -153,23 +161,22 @@ class PendingReward:
             weights[pending.source.name] = pending.source.settings.weight
         reward_B = weighted_sum(scores, weights)
         if self.rows and bool(reward_B.isnan().all()):
-            raise RewardError(f"none of the {self.rows} responses has a reward: {', '.join(scores)} abstained from all of them; look at "
-                              "when the reward function returns None")
+            raise RewardError(f"none of the {self.rows} responses has a {self.what}: {', '.join(scores)} abstained from all of them; look "
+                              f"at when the {self.what} function returns None")
         if self.models and self.function is not None:
-            columns = columns.with_columns(**{f"reward/{FUNCTION}": columns["reward"]})
-            metrics[f"reward/{FUNCTION}"] = moments(columns["reward"])[0]
-        return columns.with_columns(reward=reward_B), [metrics]
+            columns = columns.with_columns(**{f"{self.what}/{FUNCTION}": columns[self.what]})
+            metrics[f"{self.what}/{FUNCTION}"] = moments(columns[self.what])[0]
+        return columns.with_columns(**{self.what: reward_B}), [metrics]
 
 
 class RewardSources:
-    """The function's role (None: reward models alone) and the models; `head`: the role that holds the light heads."""
+    """The function's role (None: models alone) and the models with their roles; `head`: the role that holds the light heads; `what`
+    they score: "reward" or "cost"."""
 
-    def __init__(self, function: RoleHandle | None, models: Mapping[str, tuple[RoleHandle, ScorerConfig]], head: RoleHandle | None = None,
-                 seed: int = 1) -> None:
-        self.function = function
-        self.models = [ModelSource(name, role, settings, head if distils(settings) else None, seed)
-                       for name, (role, settings) in models.items()]
-        self.head = head
+    def __init__(self, function: RoleHandle | None, models: Sequence[tuple[Scorer, RoleHandle]] = (), head: RoleHandle | None = None,
+                 seed: int = 1, what: str = "reward") -> None:
+        self.function, self.head, self.what = function, head, what
+        self.models = [ModelSource(scorer, role, head if distils(scorer.settings) else None, seed) for scorer, role in models]
 
     def compute_reward(self, batch: ShardedBatch, prompts: PromptTexts, *, training: bool = True) -> PendingReward:
         """Start scoring. Outside training raw scores are weighted, every response goes to the full models, and nothing is learned."""
@@ -179,7 +186,7 @@ class RewardSources:
         function = None
         if self.function is not None:
             function = self.function.compute_reward(batch, texts=dict(prompts.texts), columns=dict(prompts.columns))
-        return PendingReward(function, models, len(batch), training)
+        return PendingReward(self.what, function, models, len(batch), training)
 
     def state_dict(self) -> dict[str, Any]:
         """Running statistics and light heads: what a resumed run needs to go on as it was."""

@@ -55,9 +55,9 @@ class Scorer:
     """The loaded function and how to call it. timeout: seconds each coroutine of an asynchronous function may take (calls that
     do not yield are ended from outside)."""
 
-    def __init__(self, path: str, kwargs: dict[str, Any], timeout: float) -> None:
-        self.function: Callable = load_function(path)
-        self.signature = signature_of(self.function, path)
+    def __init__(self, section: str, path: str, kwargs: dict[str, Any], timeout: float) -> None:
+        self.function: Callable = load_function(path, section)
+        self.signature = signature_of(self.function, path, section)
         self.kwargs, self.timeout = kwargs, timeout
         self.runner = asyncio.Runner() if self.signature.asynchronous else None  # one event loop, so that clients stay open between calls
 
@@ -120,12 +120,12 @@ def _traceback(error: BaseException) -> str:
 
 
 def serve(descriptor: int) -> None:
-    """Main loop. First message: (path, kwargs, time-out in seconds); then lists of Item; each item (or the whole list,
+    """Main loop. First message: (section, path, kwargs, time-out in seconds); then lists of Item; each item (or the whole list,
     for a batched or an asynchronous function) is answered on its own, so that the controller knows which one hangs."""
     pipe = Connection(descriptor)
     try:
-        path, kwargs, timeout = pipe.recv()
-        scorer = _load(pipe, path, kwargs, timeout)
+        section, path, kwargs, timeout = pipe.recv()
+        scorer = _load(pipe, section, path, kwargs, timeout)
         while scorer is not None:
             items = pipe.recv()
             for group in scorer.groups(items):
@@ -138,15 +138,15 @@ def serve(descriptor: int) -> None:
     os._exit(0)  # threads a reward function left behind must not keep the process
 
 
-def _load(pipe: Connection, path: str, kwargs: dict[str, Any], timeout: float) -> Scorer | None:
+def _load(pipe: Connection, section: str, path: str, kwargs: dict[str, Any], timeout: float) -> Scorer | None:
     try:
-        scorer = Scorer(path, kwargs, timeout)
+        scorer = Scorer(section, path, kwargs, timeout)
     except ConfigError as error:
         cause = f"\n{_traceback(error.__cause__)}" if error.__cause__ is not None else ""
         pipe.send(Ready(None, f"{error}{cause}"))
         return None
     except BaseException as error:  # the user's module raised while it was imported
-        pipe.send(Ready(None, f"reward.function={path} cannot be loaded; importing it raised {_traceback(error)}"))
+        pipe.send(Ready(None, f"{section}.function={path} cannot be loaded; importing it raised {_traceback(error)}"))
         return None
     pipe.send(Ready(scorer.signature))
     return scorer

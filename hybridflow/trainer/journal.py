@@ -14,6 +14,7 @@ from hybridflow.observe.run_folder import RunFolder
 from hybridflow.trainer.prepare import Prepared
 from hybridflow.trainer.validation import Validation
 
+SCORES = ("reward/", "reward_model/", "cost/", "cost_model/")  # columns in which sources say what they think of a response
 ANSWER_TYPES = (str, int, float, bool)  # columns of a data row that are written beside a rollout
 
 
@@ -66,7 +67,7 @@ class Journal:
         columns = [prompts.columns[prompt_id] for prompt_id in shown["prompt_id"].tolist()]
         names = [name for name, value in columns[0].items() if isinstance(value, ANSWER_TYPES)]
         shown = shown.with_columns(**{name: [row.get(name) for row in columns] for name in names if name not in shown})
-        scored = [name for name in shown if name.startswith(("reward/", "reward_model/"))]  # what each source said of the response
+        scored = [name for name in shown if name == "cost" or name.startswith(SCORES)]
         return from_batch(shown, self._decode, step, [name for name in names if name in shown] + scored)
 
     def finish(self, steps: int) -> None:

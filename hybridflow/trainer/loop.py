@@ -133,6 +133,6 @@ class Trainer:
         found = reward_warnings(output.batch["reward"], output.batch["finish_reason"]) if self.rl else {}
         for kind, message in found.items():
             self.journal.warn(f"step {step}: {message}", key=f"reward monitor {kind!r}")
-        for name in [name for name in output.batch.small if name.startswith("reward_model/")]:
+        for name in [name for name in output.batch.small if name.startswith(("reward_model/", "cost_model/"))]:
             for kind, message in reward_warnings(output.batch[name], what=f"{name} score").items():
                 self.journal.warn(f"step {step}: {message}", key=f"{name} monitor {kind!r}")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import re
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
@@ -11,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from hybridflow.algorithms.base import Algorithm
 from hybridflow.algorithms.registry import get_algorithm
 from hybridflow.config.algorithms import ALGORITHMS
-from hybridflow.config.batch_rules import rows_per_step
+from hybridflow.config.batch_rules import updates_per_step
 from hybridflow.config.layout import GenerationLayout
 from hybridflow.config.optimizer_rules import optimizer_problems
 from hybridflow.config.placement import ACTOR, Placement
@@ -71,10 +69,10 @@ def prepare(config: Config, world: int) -> Prepared:
     validation = dataset(config.data.val_files, config.data, tokenizer) if config.data.val_files else None
     sampler = PromptSampler(len(train), config.data.train_batch_size, config.trainer.seed, config.data.shuffle)
     ptx = DATASETS["responses"](config.data.ptx_files, config.data, tokenizer) if config.data.ptx_files else None
-    if rl and uses_function(config):
-        _try_function("reward", config.reward, train, tokenizer, alone=not config.reward_models)
-    if has_role(config, "cost"):
-        _try_function("cost", config.cost, train, tokenizer, alone=True)
+    if rl and uses_function(config.reward):
+        _try_function(config.reward, train, tokenizer, alone=not config.reward_models)
+    if has_role(config, "cost") and uses_function(config.cost):
+        _try_function(config.cost, train, tokenizer, alone=not config.cost.models)
     steps = config.trainer.steps if config.trainer.steps is not None else sampler.steps(config.trainer.epochs)
     prepared = Prepared(config, algorithm, tokenizer, train, validation, sampler, steps, ptx, report)
     problems = [problem for role in model_roles(config) if role.trained for problem in
@@ -84,15 +82,9 @@ def prepare(config: Config, world: int) -> Prepared:
     return prepared
 
 
-def _try_function(section: str, settings: RewardConfig, train: PromptDataset, tokenizer: PreTrainedTokenizerBase, alone: bool) -> None:
+def _try_function(settings: RewardConfig, train: PromptDataset, tokenizer: PreTrainedTokenizerBase, alone: bool) -> None:
     """Here a reward or cost function that fails is a setting that cannot work: nothing was started yet. alone: nothing else scores."""
     try:
         check_reward_function(settings, train, tokenizer, alone=alone)
-    except (ConfigError, RewardError) as error:
-        raise ConfigError(re.sub(r"\breward\.(function|kwargs|timeout_seconds)", rf"{section}.\1", str(error))) from error
-
-
-def updates_per_step(config: Config) -> int:
-    """Optimizer steps of one rollout: update_epochs passes over its mini-batches."""
-    rows = rows_per_step(config)
-    return config.algorithm.update_epochs * math.ceil(rows / (config.algorithm.mini_batch_size or rows))
+    except RewardError as error:
+        raise ConfigError(str(error)) from error

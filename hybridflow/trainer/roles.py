@@ -12,8 +12,8 @@ from hybridflow.cluster.worker_group import RoleHandle, WorkerGroup
 from hybridflow.config.algorithms import ALGORITHMS
 from hybridflow.config.layout import Layout
 from hybridflow.config.placement import ACTOR, Placement, split_ranks
-from hybridflow.config.reward_models import reward_models
-from hybridflow.config.roles import generates, has_role, model_roles, scorer_role, uses_function, uses_reference
+from hybridflow.config.reward_models import COST, REWARD, Purpose, Scorer, scorers
+from hybridflow.config.roles import generates, has_role, model_roles, uses_function, uses_reference
 from hybridflow.config.schema import Config
 from hybridflow.rewards.sources import RewardSources, distils
 from hybridflow.trainer.prepare import Prepared
@@ -29,7 +29,7 @@ from hybridflow.workers.reward_training import RewardTrainingWorker
 
 Definition = tuple[type, dict[str, Any]]
 ACTORS = {"lm": ActorWorker, "scalar": RewardTrainingWorker}  # by the head of the trained model, where nothing is generated
-SCORERS = {"scalar": RewardModelWorker, "judge": JudgeWorker}  # by kind of reward model
+SCORERS = {"scalar": RewardModelWorker, "judge": JudgeWorker}  # by kind of model
 VALUES = {"critic": "values", "cost_critic": "cost_values"}  # critics, and what their values are called in batches
 
 
@@ -40,8 +40,7 @@ class Roles:
         """Starts every worker group. Raises WorkerError, or what a worker raised, when one cannot be built."""
         self.groups: list[WorkerGroup] = []
         self._handles: dict[str, RoleHandle] = {}
-        self.scorers = reward_models(prepared.config) if generates(prepared.config) else {}
-        self.seed = prepared.config.trainer.seed
+        self.config = prepared.config
         try:
             self._start(prepared, cluster)
         except BaseException:
@@ -59,15 +58,17 @@ class Roles:
     @functools.cached_property
     def rewards(self) -> RewardSources | None:
         """Everything that scores responses; None where nothing is scored."""
-        models = {name: (self._handles[scorer_role(name)], settings) for name, settings in self.scorers.items()}
-        if self.get("reward") is None and not models:
+        if not generates(self.config):
             return None
-        return RewardSources(self.get("reward"), models, self.get("reward_head"), self.seed)
+        return RewardSources(self.get("reward"), self._models(REWARD), self.get("reward_head"), self.config.trainer.seed)
 
-    @property
+    @functools.cached_property
     def costs(self) -> RewardSources | None:
         """What responses cost; None where the algorithm knows no cost."""
-        return RewardSources(self.get("cost"), {}) if self.get("cost") is not None else None
+        return RewardSources(self.get("cost"), self._models(COST), what="cost") if has_role(self.config, "cost") else None
+
+    def _models(self, purpose: Purpose) -> list[tuple[Scorer, RoleHandle]]:
+        return [(scorer, self._handles[scorer.role]) for scorer in scorers(self.config, purpose).values()]
 
     def critics(self) -> dict[str, RoleHandle]:
         """The critics of the run, by role."""
@@ -115,18 +116,18 @@ def model_definitions(prepared: Prepared) -> dict[str, Definition]:
             found[role.name] = (CriticWorker, {
                 "config": config, "settings": role.settings, "loss": prepared.algorithm.losses[role.name](config),
                 "total_steps": prepared.optimizer_steps(role.name), "column": VALUES[role.name]})
-    if generates(config):
-        found |= {scorer_role(name): (SCORERS[settings.kind], {"config": config, "name": name})
-                  for name, settings in reward_models(config).items()}
-    return found
+    models = [*scorers(config, REWARD).values()] if generates(config) else []
+    models += [*scorers(config, COST).values()] if has_role(config, "cost") else []
+    return found | {scorer.role: (SCORERS[scorer.settings.kind], {"config": config, "scorer": scorer}) for scorer in models}
 
 
 def cpu_groups(config: Config) -> list[dict[str, Definition]]:
     """Groups of roles that need no device: the reward function with the light heads of distilled reward models; the cost function."""
     found: dict[str, Definition] = {}
-    if generates(config) and uses_function(config):
+    if generates(config) and uses_function(config.reward):
         found["reward"] = (RewardWorker, {"config": config, "settings": config.reward})
-    if generates(config) and any(map(distils, reward_models(config).values())):
+    if generates(config) and any(distils(scorer.settings) for scorer in scorers(config, REWARD).values()):
         found["reward_head"] = (RewardHeadWorker, {"config": config})
-    cost = {"cost": (RewardWorker, {"config": config, "settings": config.cost})} if has_role(config, "cost") else {}
+    costs = has_role(config, "cost") and uses_function(config.cost)
+    cost = {"cost": (RewardWorker, {"config": config, "settings": config.cost})} if costs else {}
     return [group for group in (found, cost) if group]

@@ -25,22 +25,23 @@ class Validation:
 
 
 def validate_policy(flow: Flow, prepared: Prepared) -> Validation:
-    """Mean reward (of those that have one) and length of one response per validation prompt, at rollout.val_temperature. Needs
-    generation phase."""
-    config, rewards, lengths, samples = flow.config, [], [], None
+    """Mean reward (of those that have one), mean cost where there is one, and length of one response per validation prompt, at
+    rollout.val_temperature. Needs generation phase."""
+    config, samples = flow.config, None
+    found: dict[str, list[torch.Tensor]] = {"reward": [], "response_length": []} | ({"cost": []} if flow.cost is not None else {})
     for chunk in chunks(prepared):
         prompts = draw(prepared.validation, chunk, chunk)
         batch = flow.actor.generate_sequences(prompts.batch, step=flow.step, version=flow.version, n=1,
                                               temperature=config.rollout.val_temperature).get()
-        scores, _ = flow.reward.compute_reward(batch, prompts, training=False).get()
-        batch = batch.union(scores)
-        rewards.append(batch["reward"])
-        lengths.append(batch["response_length"])
+        sources = [source.compute_reward(batch, prompts, training=False) for source in (flow.reward, flow.cost) if source is not None]
+        for pending in sources:
+            batch = batch.union(pending.get()[0])
+        for name, parts in found.items():
+            parts.append(batch[name])
         if samples is None:
             shown = batch.select(torch.arange(min(SHOWN, len(batch))))
             samples = shown.fetch()
-    reward_B, length_B = torch.cat(rewards).double(), torch.cat(lengths).double()
-    return Validation({"val/reward": reward_B.nanmean().item(), "val/response_length": length_B.mean().item()}, samples)
+    return Validation({f"val/{name}": torch.cat(parts).double().nanmean().item() for name, parts in found.items()}, samples)
 
 
 def validate_given(flow: Flow, prepared: Prepared) -> Validation:

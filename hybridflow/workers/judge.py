@@ -13,7 +13,7 @@ import torch
 from hybridflow.cluster.context import WorkerContext
 from hybridflow.cluster.protocols import Protocol, register
 from hybridflow.config.batch_rules import GIB
-from hybridflow.config.reward_models import SECTION, JudgeConfig, reward_models
+from hybridflow.config.reward_models import JudgeConfig, Scorer
 from hybridflow.config.schema import Config
 from hybridflow.data.batch import Batch
 from hybridflow.data.chat import Messages, encode_chats, encode_texts, render_chat
@@ -28,11 +28,11 @@ logger = logging.getLogger(__name__)
 
 
 class JudgeWorker:
-    """Scores with the language model `reward_models.<name>`; tensor-parallel ranks of its layout form one engine."""
+    """Scores with one language model; tensor-parallel ranks of its layout form one engine."""
 
-    def __init__(self, context: WorkerContext, config: Config, name: str) -> None:
-        self.name, self.place, self.seed = name, f"{SECTION}.{name}", config.trainer.seed
-        self.judge: JudgeConfig = reward_models(config)[name]
+    def __init__(self, context: WorkerContext, config: Config, scorer: Scorer) -> None:
+        self.column, self.place, self.seed = scorer.column, scorer.section, config.trainer.seed
+        self.judge: JudgeConfig = scorer.settings
         self.tokenizer = load_tokenizer(self.judge.model, f"{self.place}.model")
         self.actor_tokenizer = load_tokenizer(config.actor.model)
         self.sampling = Sampling(temperature=self.judge.temperature, top_p=1.0, top_k=-1, max_tokens=self.judge.max_response_length,
@@ -42,8 +42,8 @@ class JudgeWorker:
     @register(Protocol.DP)
     def compute_score(self, batch: Batch, *, texts: dict[int, str], chats: dict[int, Messages],
                       columns: dict[int, dict[str, Any]]) -> tuple[Batch, dict[str, float]]:
-        """Adds reward_model/<name> float32 [B] and reward_model/<name>/verdict (text); beside it the numbers of `unparsed` verdicts,
-        and among them of `too_long` questions.
+        """Adds the scorer's column, float32 [B], and <column>/verdict (text); beside it the numbers of `unparsed` verdicts, and among
+        them of `too_long` questions.
 
         By prompt_id: texts of plain prompts, chats of the others, and the data columns that the question names.
         """
@@ -66,8 +66,7 @@ class JudgeWorker:
             logger.warning("%s: %d of %d verdicts hold no score, the first: %r", self.place, len(unparsed), len(verdicts),
                            verdicts[unparsed[0]][-200:])
         values = [self.judge.unparsed_reward if score is None else score for score in scores]
-        column = f"reward_model/{self.name}"
-        return (Batch({column: torch.tensor(values, dtype=torch.float32), f"{column}/verdict": verdicts}),
+        return (Batch({self.column: torch.tensor(values, dtype=torch.float32), f"{self.column}/verdict": verdicts}),
                 {"unparsed": float(len(unparsed)), "too_long": float(too_long)})
 
     def _tokens(self, questions: list[str]) -> list[list[int]]:

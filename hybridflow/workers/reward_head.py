@@ -10,7 +10,7 @@ import torch
 
 from hybridflow.cluster.context import WorkerContext
 from hybridflow.cluster.protocols import Protocol, register
-from hybridflow.config.reward_models import reward_models
+from hybridflow.config.reward_models import REWARD, scorers
 from hybridflow.config.schema import Config
 from hybridflow.data.batch import Batch
 from hybridflow.rewards.distill import RewardHead
@@ -24,7 +24,7 @@ class RewardHeadWorker:
     """One head per distilled model. Features of a rollout are made once, for `predict`; `learn` finds them by its ticket."""
 
     def __init__(self, context: WorkerContext, config: Config) -> None:
-        distilled = {name: settings for name, settings in reward_models(config).items() if distils(settings)}
+        distilled = {name: scorer.settings for name, scorer in scorers(config, REWARD).items() if distils(scorer.settings)}
         self.heads = {name: RewardHead(settings.distill_error) for name, settings in distilled.items()}
         self.fallback = {name: settings.fallback_to_full_rm for name, settings in distilled.items()}
         self.features: dict[int, torch.Tensor] = {}

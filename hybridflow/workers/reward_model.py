@@ -1,11 +1,12 @@
-"""The reward-model role: a sequence-classification checkpoint in Megatron that gives each response one score."""
+"""The reward-model role, which is also that of cost models: a sequence-classification checkpoint in Megatron that gives each response
+one score."""
 
 from __future__ import annotations
 
 from hybridflow.cluster.context import WorkerContext
 from hybridflow.cluster.protocols import Protocol, register
 from hybridflow.config.model_facts import read_model_facts
-from hybridflow.config.reward_models import SECTION, reward_models
+from hybridflow.config.reward_models import Scorer
 from hybridflow.config.schema import Config
 from hybridflow.data.batch import Batch
 from hybridflow.data.chat import Messages
@@ -18,11 +19,10 @@ from hybridflow.workers.build import build_engine
 
 
 class RewardModelWorker:
-    """Scores with the frozen model `reward_models.<name>`, in its own layout, tokenizer and chat template."""
+    """Scores with one frozen model of rewards or costs, in its own layout, tokenizer and chat template."""
 
-    def __init__(self, context: WorkerContext, config: Config, name: str) -> None:
-        self.name, self.place = name, f"{SECTION}.{name}"
-        self.settings = reward_models(config)[name]
+    def __init__(self, context: WorkerContext, config: Config, scorer: Scorer) -> None:
+        self.column, self.place, self.settings = scorer.column, scorer.section, scorer.settings
         path = self.settings.model.path
         if SCORE not in describe(path):
             raise ModelError(f"{self.place}.model.path={path} has no {SCORE}: it is no sequence-classification checkpoint, and a random "
@@ -40,7 +40,7 @@ class RewardModelWorker:
 
     @register(Protocol.DP)
     def compute_score(self, batch: Batch, *, texts: dict[int, str], chats: dict[int, Messages]) -> tuple[Batch, dict[str, float]]:
-        """Adds reward_model/<name>, float32 [B]; beside it `cut`, the responses whose text was longer than the model's context.
+        """Adds the scorer's column, float32 [B]; beside it `cut`, the responses whose text was longer than the model's context.
 
         texts, chats: by prompt_id the text of every prompt and the messages of those that have some, for a model with another
         tokenizer than the actor's. Raises NumericsError when a score is not finite.
@@ -52,7 +52,7 @@ class RewardModelWorker:
         if not bool(score.isfinite().all()):
             raise NumericsError(f"{self.place} gave {int((~score.isfinite()).sum())} of {len(score)} responses a score that is not finite; "
                                 f"look at {self.place}.model.dtype={self.settings.model.dtype} and at the checkpoint")
-        return Batch({f"reward_model/{self.name}": score}), {"cut": float(cut)}
+        return Batch({self.column: score}), {"cut": float(cut)}
 
     def _sleep(self) -> None:
         if self.idle_on_host:

@@ -149,7 +149,7 @@ def measure(config: Config, cluster: Cluster, arguments: argparse.Namespace) -> 
     rewards = cluster.worker_group({"reward": scorer}, layout=Layout(1), pool=ResourcePool([1], "cpu"))
     timer = MeasuredTimer()
     algorithm = get_algorithm(arguments.algorithm)
-    flow = Flow(config, timer, group.role("actor"), group.role("reference"), RewardSources(rewards.role("reward"), {}),
+    flow = Flow(config, timer, group.role("actor"), group.role("reference"), RewardSources(rewards.role("reward")),
                 controllers=algorithm.controllers(config))
     group.role("actor").prepare(draw(arguments, 0).batch, n=arguments.n).get()
     steps = []

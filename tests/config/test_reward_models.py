@@ -9,10 +9,11 @@ import pytest
 
 from hybridflow.config.load import CONFIG_DIR, load_config
 from hybridflow.config.placement import placement
-from hybridflow.config.reward_models import KINDS, JudgeConfig, RewardModelConfig, reward_model_problems, reward_models
+from hybridflow.config.reward_models import COST, KINDS, REWARD, JudgeConfig, RewardModelConfig, scorer_problems, scorers
 from hybridflow.config.roles import model_roles
 from hybridflow.config.schema import Config
 from hybridflow.config.validate import required_keys, validate
+from hybridflow.config.warn import warnings
 from hybridflow.errors import ConfigError
 
 BASE = ["actor.model.path=/actor", "data.train_files=[x]", "actor.model.dtype=float32", "actor.parallel.tp=2"]
@@ -23,10 +24,10 @@ def load(*arguments: str) -> Config:
 
 
 def test_entries_are_typed_and_follow_the_actor() -> None:
-    models = reward_models(load("reward_models.helpful=/helpful", "reward_models.safe.model.path=/safe", "reward_models.safe.weight=-0.5",
-                                "reward_models.safe.parallel.tp=1", "reward_models.safe.model.dtype=bfloat16",
-                                "reward_models.j.kind=judge", "reward_models.j.model.path=/judge"))
-    helpful, safe, judge = models["helpful"], models["safe"], models["j"]
+    config = load("reward_models.helpful=/helpful", "reward_models.safe.model.path=/safe", "reward_models.safe.weight=-0.5",
+                  "reward_models.safe.parallel.tp=1", "reward_models.safe.model.dtype=bfloat16",
+                  "reward_models.j.kind=judge", "reward_models.j.model.path=/judge")
+    helpful, safe, judge = (scorers(config, REWARD)[name].settings for name in ("helpful", "safe", "j"))
     assert isinstance(helpful, RewardModelConfig) and isinstance(judge, JudgeConfig)
     assert (helpful.model.path, helpful.model.dtype, helpful.parallel.tp, helpful.weight) == ("/helpful", "float32", 2, 1.0)
     assert (safe.model.path, safe.model.dtype, safe.parallel.tp, safe.weight) == ("/safe", "bfloat16", 1, -0.5)
@@ -49,7 +50,7 @@ def test_entries_are_typed_and_follow_the_actor() -> None:
 def test_what_is_wrong_is_named(setting: str, message: str) -> None:
     config = load("reward_models.helpful.model.path=/helpful", f"reward_models.{setting}")
     with pytest.raises(ConfigError, match=message):
-        raise ConfigError(reward_model_problems(config))
+        raise ConfigError(scorer_problems(config, REWARD))
     with pytest.raises(ConfigError, match=message):
         raise ConfigError(validate(config, 2, None))
 
@@ -63,7 +64,7 @@ def test_what_is_wrong_is_named(setting: str, message: str) -> None:
 def test_judges_that_cannot_work(setting: str, message: str) -> None:
     config = load("reward_models.j.kind=judge", "reward_models.j.model.path=/judge", f"reward_models.j.{setting}")
     with pytest.raises(ConfigError, match=message):
-        raise ConfigError(reward_model_problems(config))
+        raise ConfigError(scorer_problems(config, REWARD))
 
 
 def test_every_setting_is_read_by_the_package() -> None:
@@ -83,7 +84,7 @@ def test_a_run_that_scores_nothing_refuses_them() -> None:
 
 
 def test_remax_compares_rewards_of_two_rollouts() -> None:
-    problems = reward_model_problems(load("algorithm=remax", "reward_models.a.model.path=/a", "reward_models.a.normalize=running"))
+    problems = scorer_problems(load("algorithm=remax", "reward_models.a.model.path=/a", "reward_models.a.normalize=running"), REWARD)
     assert len(problems) == 1 and "reward_models.a.normalize=running with algorithm.name=remax" in problems[0]
 
 
@@ -95,3 +96,36 @@ def test_placement() -> None:
     assert placed.pools == {"actor": 2, "reward_model_j": 2}
     assert [(group.pool, group.roles) for group in placed.groups] == [
         ("actor", ("actor", "reward_model_same")), ("actor", ("reward_model_cut",)), ("reward_model_j", ("reward_model_j",))]
+
+
+SAFE = ("algorithm=safe_rlhf", "reward.function=a:b")
+
+
+def test_cost_models_are_placed_as_reward_models_and_need_no_function() -> None:
+    config = load(*SAFE, "cost.models.harm=/harm", "cost.models.rude.model.path=/rude", "cost.models.rude.ranks=2", "reward_models.harm=/r")
+    (harm, rude) = scorers(config, COST).values()
+    assert (harm.role, harm.section, harm.column) == ("cost_model_harm", "cost.models.harm", "cost_model/harm")
+    assert harm.settings.parallel.tp == 2 and rude.settings.ranks == 2
+    assert "cost.function" in required_keys(load(*SAFE)) and "cost.function" not in required_keys(config)
+    placed = placement(model_roles(config), 4)
+    assert placed.pools == {"actor": 2, "cost_model_rude": 2}
+    assert placed.group_of("cost_model_harm").roles == placed.group_of("actor").roles
+    assert {"reward_model_harm", "cost_model_harm"} <= set(placed.group_of("actor").roles)
+
+
+@pytest.mark.parametrize(("setting", "message"), [
+    ("harm.wieght=2", r"cost.models.harm.wieght: no such key; did you mean cost.models.harm.weight\?"),
+    ("harm.normalize=batch", "cost.models.harm.normalize=batch: cost.limit bounds the mean of the costs themselves"),
+    ("harm.distill_ratio=0.5", "cost.models.harm.distill_ratio=0.5: the error of a light head would move the mean cost"),
+    ("other.weight=1", "cost.models.other.model.path is required"),
+    ("my-model=/x", "cost.models.my-model: the name of a cost model"),
+])
+def test_cost_models_that_cannot_work(setting: str, message: str) -> None:
+    problems = validate(load(*SAFE, "cost.models.harm.model.path=/harm", f"cost.models.{setting}"), 2, None)
+    assert [problem for problem in problems if re.search(message, problem)], problems
+
+
+def test_cost_models_of_an_algorithm_without_costs_have_no_effect() -> None:
+    config = load("reward.function=a:b", "cost.models.harm=/harm")
+    assert not any(role.name.startswith("cost_model") for role in model_roles(config))
+    assert any("cost.models: no effect with algorithm.name=grpo" in warning for warning in warnings(config))

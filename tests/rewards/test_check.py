@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridflow.config.schema import DataConfig, RewardConfig
+from hybridflow.config.schema import CostConfig, DataConfig, RewardConfig
 from hybridflow.data.prompts import PromptDataset
 from hybridflow.errors import ConfigError, RewardError
 from hybridflow.rewards.check import check_reward_function
@@ -64,3 +64,13 @@ def test_unsound_functions_are_refused(dataset: PromptDataset, tmp_path: Path, b
 def test_kwargs_that_do_not_fit(dataset: PromptDataset, name: str, kwargs: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check(dataset, f"tests.rewards.functions:{name}", kwargs=kwargs)
+
+
+def test_a_cost_function_is_named_as_one(dataset: PromptDataset, tmp_path: Path) -> None:
+    """In messages of the process that loads it, of the check, and of the runner."""
+    (tmp_path / "costs.py").write_text("def score(prompt, response): return 1 / 0\n")
+    for name, settings, message in (("none", {}, r"cost.function=.*: .*costs.py has no function 'none'"),
+                                    ("score", {"kwargs": {"scale": 2}}, r"cost.kwargs has \['scale'\]"),
+                                    ("score", {}, r"cost.function=(.|\n)*\ncost.on_error=score would give such responses cost.error")):
+        with pytest.raises((ConfigError, RewardError), match=message):
+            check_reward_function(CostConfig(function=f"{tmp_path}/costs.py:{name}", timeout_seconds=20.0, **settings), dataset, TOKENIZER)

@@ -17,12 +17,12 @@ from hybridflow.algorithms.registry import ALGORITHMS, get_algorithm
 from hybridflow.cluster.bootstrap import Cluster
 from hybridflow.cluster.sharded import DRIVER_BYTES, ShardedBatch
 from hybridflow.config.algorithms import GENERATING
+from hybridflow.config.batch_rules import updates_per_step
 from hybridflow.config.schema import AlgorithmConfig, Config
 from hybridflow.data.batch import Batch, Ragged
 from hybridflow.data.prompts import PromptDataset
 from hybridflow.errors import ConfigError, NumericsError
 from hybridflow.trainer.draw import draw
-from hybridflow.trainer.prepare import updates_per_step
 from hybridflow.trainer.run import reason
 from hybridflow.trainer.validation import chunks
 from tests.tiny import tiny_tokenizer

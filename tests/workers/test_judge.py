@@ -14,7 +14,7 @@ from hybridflow.cluster.pool import ResourcePool
 from hybridflow.cluster.sharded import ShardedBatch
 from hybridflow.cluster.worker_group import RoleHandle
 from hybridflow.config.layout import Layout
-from hybridflow.config.reward_models import JudgeConfig
+from hybridflow.config.reward_models import REWARD, JudgeConfig, scorers
 from hybridflow.config.schema import Config
 from hybridflow.data.batch import Batch, Ragged
 from hybridflow.errors import DataError
@@ -45,7 +45,8 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
 @pytest.fixture(scope="module")
 def judge(ray_cluster: Cluster, config: Config) -> Iterator[RoleHandle]:
     pool = ResourcePool([1], "cpu")
-    group = ray_cluster.worker_group({"j": (JudgeWorker, {"config": config, "name": "j"})}, layout=Layout(1), pool=pool)
+    arguments = {"config": config, "scorer": scorers(config, REWARD)["j"]}
+    group = ray_cluster.worker_group({"j": (JudgeWorker, arguments)}, layout=Layout(1), pool=pool)
     yield group.role("j")
     group.close()
     pool.close()

@@ -16,7 +16,7 @@ from hybridflow.cluster.pool import ResourcePool
 from hybridflow.cluster.sharded import ShardedBatch
 from hybridflow.cluster.worker_group import WorkerGroup
 from hybridflow.config.layout import Layout
-from hybridflow.config.reward_models import reward_models
+from hybridflow.config.reward_models import COST, REWARD, scorers
 from hybridflow.config.schema import Config
 from hybridflow.data.batch import Batch, Ragged
 from hybridflow.errors import ModelError
@@ -45,18 +45,20 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
         config.reward_models[name] = {"model": {"path": str(path)}, "weight": 0.5, "score_max_tokens_per_micro_batch": 64}
     config.reward_models["same"]["normalize"] = "running"
     config.reward_models["other"] |= {"distill_ratio": 0.4, "weight": 2.0}
+    config.cost.models["harm"] = {"model": {"path": config.reward_models["same"]["model"]["path"]}, "weight": -2.0}
     config.reward.function, config.reward.workers = "tests.rewards.functions:abstains", 1
     return config
 
 
 @pytest.fixture(scope="module")
 def groups(ray_cluster: Cluster, config: Config) -> Iterator[tuple[WorkerGroup, WorkerGroup]]:
-    """Both models on two ranks, tensor parallel 2; the function and the head in a CPU process."""
-    models = {name: (RewardModelWorker, {"config": config, "name": name}) for name in config.reward_models}
+    """All models on two ranks, tensor parallel 2; the function and the head in a CPU process."""
+    costs = {scorer.role: (RewardModelWorker, {"config": config, "scorer": scorer}) for scorer in scorers(config, COST).values()}
+    models = {name: (RewardModelWorker, {"config": config, "scorer": scorer}) for name, scorer in scorers(config, REWARD).items()}
     beside = {"reward": (RewardWorker, {"config": config, "settings": config.reward}),
               "reward_head": (RewardHeadWorker, {"config": config})}
     pools = ResourcePool([2], "cpu"), ResourcePool([1], "cpu")
-    made = (ray_cluster.worker_group(models, layout=Layout(2, tp=2), pool=pools[0]),
+    made = (ray_cluster.worker_group(models | costs, layout=Layout(2, tp=2), pool=pools[0]),
             ray_cluster.worker_group(beside, layout=Layout(1), pool=pools[1]))
     yield made
     for group, pool in zip(made, pools):
@@ -66,7 +68,7 @@ def groups(ray_cluster: Cluster, config: Config) -> Iterator[tuple[WorkerGroup, 
 
 @pytest.fixture
 def sources(groups: tuple[WorkerGroup, WorkerGroup], config: Config) -> RewardSources:
-    models = {name: (groups[0].role(name), settings) for name, settings in reward_models(config).items()}
+    models = [(scorer, groups[0].role(name)) for name, scorer in scorers(config, REWARD).items()]
     return RewardSources(groups[1].role("reward"), models, groups[1].role("reward_head"), seed=1)
 
 
@@ -123,6 +125,18 @@ def test_scores_of_every_source_and_the_reward_they_make(sources: RewardSources,
         torch.testing.assert_close(columns["reward"].double(), reward, atol=1e-3, rtol=1e-3)
 
 
+def test_a_cost_model_scores_as_a_reward_model_does(groups: tuple[WorkerGroup, WorkerGroup], config: Config) -> None:
+    """Its raw score is a column, weighted it is the cost; nothing is called a reward."""
+    batch, prompts = rollout(5)
+    costs = RewardSources(None, [(scorer, groups[0].role(scorer.role)) for scorer in scorers(config, COST).values()], what="cost")
+    columns, (metrics,) = costs.compute_reward(ShardedBatch.from_batch(batch), prompts).get()
+    same, _ = expected(config, batch, prompts)
+    torch.testing.assert_close(columns["cost_model/harm"].double(), same, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(columns["cost"].double(), -2.0 * same, atol=1e-3, rtol=1e-3)
+    assert metrics["cost_model/harm"] == pytest.approx(same.mean().item(), abs=1e-4)
+    assert not any(name.startswith("reward") for name in (*columns.small, *metrics))
+
+
 def test_validation_learns_nothing_and_adds_raw_scores(sources: RewardSources, config: Config) -> None:
     batch, prompts = rollout(3)
     before = sources.state_dict()
@@ -159,5 +173,6 @@ def test_a_language_model_is_no_reward_model(ray_cluster: Cluster, config: Confi
     config = replace(config, reward_models={"bare": {"model": {"path": path}}})
     pool = ResourcePool([1], "cpu")
     with pytest.raises(ModelError, match="reward_models.bare.model.path=.* has no score.weight"):
-        ray_cluster.worker_group({"bare": (RewardModelWorker, {"config": config, "name": "bare"})}, layout=Layout(1), pool=pool)
+        arguments = {"config": config, "scorer": scorers(config, REWARD)["bare"]}
+        ray_cluster.worker_group({"bare": (RewardModelWorker, arguments)}, layout=Layout(1), pool=pool)
     pool.close()
