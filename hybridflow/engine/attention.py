@@ -25,6 +25,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+FLASH_MULTIPLE = 8  # head sizes of flash kernels
 PADDING_SHARE = 1.25  # padded / real tokens allowed in one call of scaled dot product
 
 
@@ -135,10 +136,20 @@ def attend(query_TAD: torch.Tensor, key_TGD: torch.Tensor, value_TGD: torch.Tens
     """Causal attention inside each packed sequence, [T, A, D]; `scale` None means D ** -0.5."""
     if packing.context is not None:
         key_TGD, value_TGD = _keys_and_values(key_TGD, value_TGD, packing)
-    if flash_usable(query_TAD.device, query_TAD.dtype):  # causal attention of the kernel is aligned to the end of the keys, too
-        ends, longest = (packing.cu_seqlens_q, packing.cu_seqlens_kv), (packing.max_seqlen_q, packing.max_seqlen_kv)
-        return torch.ops.aten._flash_attention_forward(query_TAD, key_TGD, value_TGD, *ends, *longest, 0.0, True, False, scale=scale)[0]
+    if flash_usable(query_TAD.device, query_TAD.dtype):
+        return _attend_flash(query_TAD, key_TGD, value_TGD, packing, scale)
     return _attend_padded(query_TAD, key_TGD, value_TGD, packing, scale)
+
+
+def _attend_flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packing: Packing, scale: float | None) -> torch.Tensor:
+    """The kernel wants head sizes that are multiples of FLASH_MULTIPLE: zeros behind them change neither scores nor outputs."""
+    size = query.shape[-1]
+    query, key, value = (F.pad(x, (0, -size % FLASH_MULTIPLE)) if size % FLASH_MULTIPLE else x for x in (query, key, value))
+    ends, longest = (packing.cu_seqlens_q, packing.cu_seqlens_kv), (packing.max_seqlen_q, packing.max_seqlen_kv)
+    scale = size**-0.5 if scale is None else scale
+    # Its causal mask is aligned to the end of the keys, as context parallelism wants it.
+    out = torch.ops.aten._flash_attention_forward(query, key, value, *ends, *longest, 0.0, True, False, scale=scale)[0]
+    return out[..., :size]
 
 
 def _keys_and_values(key: torch.Tensor, value: torch.Tensor, packing: Packing) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,7 +14,7 @@ import torch
 
 from hybridflow.config.schema import TRANSFORMER_IMPLEMENTATIONS
 from hybridflow.engine import compat  # noqa: F401  (before megatron)
-from hybridflow.engine.attention import PackedAttention
+from hybridflow.engine.attention import FLASH_MULTIPLE, PackedAttention
 from hybridflow.engine.device import Device
 from hybridflow.engine.latent_attention import LatentAttention
 from hybridflow.engine.norm import RMSNorm
@@ -95,7 +95,8 @@ def _base_spec(experts: int | None, fused: bool) -> ModuleSpec:
 
 
 def _plain_attention(attention: SelfAttentionSubmodules, config: TransformerConfig, settings: MegatronSettings, fused: bool) -> None:
-    attention.core_attention = TEPackedAttention if fused and config.context_parallel_size == 1 else PackedAttention
+    kernel_fits = config.context_parallel_size == 1 and config.kv_channels % FLASH_MULTIPLE == 0
+    attention.core_attention = TEPackedAttention if fused and kernel_fits else PackedAttention
     if settings.attention_output_bias:
         attention.linear_proj = with_bias(TERowParallelLinear if fused else RowParallelLinear)
     if settings.transformer["qk_layernorm"]:

@@ -26,6 +26,8 @@ def one_rank(kind: str, store: Path) -> Iterator[Device]:
 
 @pytest.fixture(scope="module")
 def cpu_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Device]:
+    if torch.cuda.is_available():
+        pytest.skip("Megatron would use the GPU that torch sees; hide it: CUDA_VISIBLE_DEVICES=")
     yield from one_rank("cpu", tmp_path_factory.mktemp("store") / "file")
 
 
@@ -34,6 +36,12 @@ def gpu_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Device]:
     if not torch.cuda.is_available():
         pytest.skip("needs an NVIDIA GPU: torch sees none")
     yield from one_rank("cuda", tmp_path_factory.mktemp("store") / "file")
+
+
+@pytest.fixture(params=["cpu_rank", pytest.param("gpu_rank", marks=pytest.mark.gpu)])
+def one(request: pytest.FixtureRequest) -> Device:
+    """Whichever this machine has; tests marked gpu run there only."""
+    return request.getfixturevalue(request.param)
 
 
 @pytest.fixture(scope="session")

@@ -29,7 +29,7 @@ def engine_of(path: str, layout: Layout, options: Options, optimizer: OptimizerC
         AutoConfig.from_pretrained(path),
         layout,
         dtype=options.get("dtype", torch.float32),
-        device=Device.detect("cpu"),
+        device=Device.detect(options.get("device", "cpu")),
         optimizer=optimizer,
         sequence_parallel=options.get("sequence_parallel", False),
         recompute=options.get("recompute", "none"),

@@ -15,22 +15,24 @@ from tests.engine.tiny import OPTIMIZER, clipped_ratio, make_batch
 needs_shim = pytest.mark.skipif(not compat.CPU_SHIM, reason="the shim is not installed where torch sees a GPU")
 
 
-def test_router_gemm_without_transformer_engine() -> None:
+def test_router_gemm_is_exact_float32(one: Device) -> None:
+    """Neither a name that is undefined without Transformer Engine, nor its TF32 product with it."""
     from megatron.core.transformer.moe.moe_utils import router_gating_linear
 
-    x, weight = torch.randn(3, 4), torch.randn(2, 4)
-    torch.testing.assert_close(router_gating_linear(x, weight, None, torch.float32), x @ weight.t())
+    x, weight = torch.randn(3, 64), torch.randn(2, 64)
+    found = router_gating_linear(x.to(one.torch_device), weight.to(one.torch_device), None, torch.float32)
+    torch.testing.assert_close(found.cpu(), x @ weight.t(), rtol=1e-5, atol=1e-5)
 
 
-def test_checkpoint_without_output(cpu_rank: Device) -> None:
+def test_checkpoint_without_output(one: Device) -> None:
     """Output recomputation with fp8=False, as recompute_modules=layernorm uses it."""
     from hybridflow.engine.parallel import init_parallel
 
     from megatron.core.tensor_parallel.random import CheckpointWithoutOutput, model_parallel_cuda_manual_seed
 
-    init_parallel(Layout(world=1), cpu_rank)
+    init_parallel(Layout(world=1), one)
     model_parallel_cuda_manual_seed(1, force_reset_rng=True)
-    x = torch.randn(4, requires_grad=True)
+    x = torch.randn(4, device=one.torch_device, requires_grad=True)
     checkpoint = CheckpointWithoutOutput(fp8=False)
     middle = checkpoint.checkpoint(torch.sin, x)
     out = middle * middle
@@ -39,12 +41,16 @@ def test_checkpoint_without_output(cpu_rank: Device) -> None:
     torch.testing.assert_close(x.grad, 2 * x.detach().sin() * x.detach().cos())
 
 
-def test_optimizer_state_is_saved_and_restored(cpu_rank: Device, checkpoints: dict[str, str]) -> None:
+def test_optimizer_state_is_saved_and_restored(one: Device, checkpoints: dict[str, str]) -> None:
     """A restored AdamW continues like the one that was saved, with a step count of its own per parameter."""
+    from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE
+
+    if HAVE_APEX_OR_TE:
+        pytest.skip("Megatron takes the optimizer of Transformer Engine or apex: nothing to mend")
 
     def engine() -> MegatronEngine:
         config = AutoConfig.from_pretrained(checkpoints["llama"])
-        made = MegatronEngine(config, Layout(world=1), dtype=torch.float32, device=cpu_rank, optimizer=OPTIMIZER)
+        made = MegatronEngine(config, Layout(world=1), dtype=torch.float32, device=one, optimizer=OPTIMIZER)
         made.load(checkpoints["llama"])
         return made
 
@@ -65,10 +71,12 @@ def test_optimizer_state_is_saved_and_restored(cpu_rank: Device, checkpoints: di
     steps = [state["step"] for state in inner(second).optimizer.state.values()]
     assert len({step.data_ptr() for step in steps}) == len(steps) and all(step.item() == 1 for step in steps)
     second.weights_changed()
-    assert second.update(batch, clipped_ratio, **call)["loss"] == first.update(batch, clipped_ratio, **call)["loss"]
+    near = {"rtol": 0.0, "atol": 1e-6 if one.is_cuda else 0.0}  # kernels of a GPU may add in another order
+    losses = [torch.tensor(engine.update(batch, clipped_ratio, **call)["loss"]) for engine in (first, second)]
+    torch.testing.assert_close(*losses, **near)
     assert all(state["step"].item() == 2 for state in inner(second).optimizer.state.values())
     for name, tensor in first.parameters().items():
-        assert torch.equal(tensor, second.parameters()[name])
+        torch.testing.assert_close(tensor, second.parameters()[name], **near)
 
 
 def test_compat_must_come_first() -> None:
