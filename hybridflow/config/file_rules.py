@@ -8,8 +8,10 @@ from pathlib import Path
 from omegaconf import MISSING
 
 from hybridflow.config import keys
-from hybridflow.config.roles import model_roles
+from hybridflow.config.roles import generates, has_role, model_roles
 from hybridflow.config.schema import Config, ModelConfig
+
+STATE_FILE = "hybridflow/state.safetensors"  # in a checkpoint: what its run steered from step to step (trainer/state.py)
 
 
 def file_problems(config: Config) -> list[str]:
@@ -24,7 +26,27 @@ def file_problems(config: Config) -> list[str]:
     if config.data.train_files != MISSING:
         problems += _data_problems("data.train_files", config.data.train_files)
     problems += _data_problems("data.val_files", config.data.val_files) + _data_problems("data.ptx_files", config.data.ptx_files)
-    return problems + _run_folder_problems(config)
+    return problems + _state_problems(config) + _run_folder_problems(config)
+
+
+def state_warnings(config: Config) -> list[str]:
+    """A state beside the starting weights that is not gone on with, although this run steers something."""
+    path, steers = config.actor.model.path, config.algorithm.kl_target is not None or has_role(config, "cost")
+    if config.trainer.state_path is not None or not generates(config) or not steers or not (Path(path) / STATE_FILE).is_file():
+        return []
+    return [f"trainer.state_path=null: controllers (KL coefficient, multiplier) start anew, as their settings say; "
+            f"trainer.state_path={path} goes on with those of the run that wrote it."]
+
+
+def _state_problems(config: Config) -> list[str]:
+    path = config.trainer.state_path
+    if path is None:
+        return []
+    if not generates(config):
+        return [f"trainer.state_path={path} with algorithm.name={config.algorithm.name}: it steers nothing; use null."]
+    if not (Path(path) / STATE_FILE).is_file():
+        return [f"trainer.state_path={path}: no {STATE_FILE} in it; name the checkpoint of a run that generates, or use null."]
+    return []
 
 
 def _model_problems(key: str, model: ModelConfig) -> Iterator[str]:

@@ -260,6 +260,8 @@ class TrainerConfig:
     val_before_train: bool = True
     rollouts_per_step: int = setting(4, minimum=0)  # sampled rollouts written per step
     save_final: bool = True  # write the last weights as a Hugging Face model
+    # checkpoint whose controllers, running statistics and light heads the run goes on with (docs/algorithms.md); null: they start anew
+    state_path: str | None = None
     overwrite: bool = False  # allow a run folder that exists
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -102,10 +104,10 @@ class MegatronEngine:
                 load_shards(path, shards, tensors, expected=self.weights.logical)
         self.weights_changed()
 
-    def export(self, path: str, source: str) -> None:
+    def export(self, path: str, source: str, complete: Callable[[Path], None] | None = None) -> None:
         """Write the weights as a Hugging Face model like `source`, which gives configuration and tokenizer (collective; complete or
-        absent)."""
-        export(path, source=source, weights=self.weights, layout=self.layout, tensors=self.parameters())
+        absent). complete: called on rank 0 with the folder before it takes its name, to add files."""
+        export(path, source=source, weights=self.weights, layout=self.layout, tensors=self.parameters(), complete=complete)
 
     def weights_changed(self) -> None:
         """Tell the engine that `parameters()` were written from outside (load, resume)."""

@@ -6,7 +6,7 @@ writes a model folder that is complete or absent. Both work from ShardParameters
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -217,11 +217,13 @@ def export(
     dtype: torch.dtype | None = None,
     file_bytes: int = FILE_BYTES,
     replace: bool = False,
+    complete: Callable[[Path], None] | None = None,
 ) -> None:
     """Writes the model as a Hugging Face folder at `path`. Collective over the default group (or one process without a group).
 
     `source`: the folder the model came from; its config.json, generation settings and tokenizer files go along.
     `tensors`: this rank's live tensors by global Megatron name. `dtype` of the files; None: that of the tensors.
+    `complete`: called on rank 0 with the folder before it takes its name, to add files.
     `file_bytes`: size limit of one file; more become several with an index. An existing `path` is refused unless `replace`, and
     then stays until its successor is complete. Host memory on rank 0: one logical tensor and one rank's part of it.
     Raises ModelError on every rank when rank 0 cannot write; `path` is then as it was before.
@@ -245,5 +247,5 @@ def export(
         if writer is not None:
             writer.put(whole)
     if writer is not None:
-        writer.finish()
+        writer.finish(complete)
     _agree(writer, distributed)

@@ -95,7 +95,9 @@ class RewardHead:
         self.moment = DECAY * self.moment + features_BD.T @ (scores_B - self.mean)
 
     def state_dict(self) -> dict[str, object]:
-        return {**vars(self), **{name: vars(getattr(self, name)).copy() for name in ("spread", "everywhere", "passing")}}
+        """All that was learned; the bound is the configuration's."""
+        learned = {name: value for name, value in vars(self).items() if name != "bound"}
+        return {name: vars(value).copy() if isinstance(value, ErrorStatistics) else value for name, value in learned.items()}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
         for name, value in state.items():

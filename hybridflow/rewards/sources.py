@@ -189,15 +189,23 @@ class RewardSources:
         return PendingReward(self.what, function, models, len(batch), training)
 
     def state_dict(self) -> dict[str, Any]:
-        """Running statistics and light heads: what a resumed run needs to go on as it was."""
+        """Running statistics and light heads: what a run that goes on needs to go on as it was."""
         heads = self.head.state_dict().first() if self.head is not None else {}
-        return {"normalizers": {model.name: model.normalizer.state_dict() for model in self.models}, "heads": heads}
+        return {"normalizers": {model.name: model.normalizer.state_dict() for model in self._running()}, "heads": heads}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for model in self.models:
+        for model in self._running():
             model.normalizer.load_state_dict(state["normalizers"][model.name])
         if self.head is not None:
             self.head.load_state_dict(state["heads"]).get()
+
+    def _running(self) -> list[ModelSource]:
+        return [model for model in self.models if normalises(model.settings)]
+
+
+def normalises(settings: ScorerConfig) -> bool:
+    """Whether its scores are normalised by statistics of all steps so far."""
+    return settings.normalize == "running"
 
 
 def distils(settings: ScorerConfig) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from hybridflow.config.batch_plan import BatchPlan, batch_plan
-from hybridflow.config.file_rules import file_problems
+from hybridflow.config.file_rules import file_problems, state_warnings
 from hybridflow.config.layout import GenerationLayout
 from hybridflow.config.model_facts import ModelFacts, read_model_facts
 from hybridflow.config.placement import ACTOR, Placement, placement
@@ -48,7 +48,7 @@ def check(config: Config, world: int) -> Report:
         layout = report.placement.group_of(ACTOR).layout
         report.generation = generation_layout(layout, config.rollout.tp, config.rollout.ep) if generates(config) else None
         report.plan = batch_plan(config, world, report.generation)
-        report.warnings += warnings(config)
+        report.warnings += warnings(config) + state_warnings(config)
         if report.plan.rollout is not None:
             report.warnings += sequence_warning(config, report.plan.rollout.sequences_per_replica, report.facts)
     report.problems += [problem for problem in problems + file_problems(config) if problem not in report.problems]

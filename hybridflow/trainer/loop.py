@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from hybridflow.algorithms.base import Flow, Prompts, StepOutput
 from hybridflow.algorithms.summary import prompt_and_response_tokens
 from hybridflow.cluster.sharded import ShardedBatch
+from hybridflow.config.file_rules import STATE_FILE
 from hybridflow.config.roles import generates
 from hybridflow.errors import NumericsError, RunIncompleteError
 from hybridflow.observe.timer import PhaseTimer
@@ -18,6 +19,7 @@ from hybridflow.trainer.draw import draw, given_responses
 from hybridflow.trainer.journal import Journal
 from hybridflow.trainer.prepare import Prepared
 from hybridflow.trainer.roles import Roles
+from hybridflow.trainer.state import TrainingState
 from hybridflow.trainer.validation import Validation, validate_given, validate_policy
 
 logger = logging.getLogger(__name__)
@@ -41,6 +43,8 @@ class Trainer:
         self.flow = Flow(self.config, self.timer, roles.actor, roles.get("reference"), roles.rewards, roles.get("critic"), roles.costs,
                          roles.get("cost_critic"), draw=self._draw, pretrain=self._pretrain if prepared.ptx else None,
                          controllers=prepared.algorithm.controllers(self.config))
+        if prepared.state is not None:
+            prepared.state.restore(self.flow)
         self.history: list[dict[str, float]] = []
 
     def run(self) -> RunResult:
@@ -113,12 +117,10 @@ class Trainer:
                 self.roles.actor.leave_generation().get()
         if self.config.trainer.save_final:
             started = time.perf_counter()
-            self.roles.actor.export(str(self.journal.folder.checkpoint)).get()
+            files = {STATE_FILE: TrainingState.of(self.flow, steps).to_bytes()} if self.rl else {}
+            self.roles.actor.export(str(self.journal.folder.checkpoint), files=files).get()
             for name, critic in self.roles.critics().items():
                 critic.export(str(self.journal.folder.root / name)).get()
-            model = self.config.actor.model
-            if model.tokenizer_path or model.chat_template:  # what the run tokenized with goes along, not what came with the weights
-                self.prepared.tokenizer.save_pretrained(self.journal.folder.checkpoint)
             logger.info("weights of step %d written to %s in %.1f s", steps, self.journal.folder.checkpoint, time.perf_counter() - started)
 
     def _check(self, step: int, metrics: dict[str, float], output: StepOutput) -> None:

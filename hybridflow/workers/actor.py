@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -14,6 +15,7 @@ from hybridflow.data.batch import Batch, Ragged
 from hybridflow.data.joining import join_given
 from hybridflow.engine.loss_types import TokenLoss
 from hybridflow.workers.build import build_engine
+from hybridflow.workers.companions import complete
 
 AdvantageEstimator = Callable[[Batch, Callable[[torch.Tensor], torch.Tensor]], Batch]
 
@@ -64,9 +66,9 @@ class ActorWorker:
                                   entropy=self.config.algorithm.entropy_coef > 0)
 
     @register(Protocol.ONE_TO_ALL)
-    def export(self, path: str) -> None:
-        """Write the weights as a Hugging Face model (collective; complete or absent)."""
-        self.engine.export(path, self.config.actor.model.path)
+    def export(self, path: str, *, files: dict[str, bytes]) -> None:
+        """Write the weights as a Hugging Face model, and `files` into its folder (collective; complete or absent)."""
+        self.engine.export(path, self.config.actor.model.path, functools.partial(complete, self.config.actor.model, files))
 
 
 def mismatch_columns(rollout: Ragged, trainer: Ragged) -> dict[str, torch.Tensor]:

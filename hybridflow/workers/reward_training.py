@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 from hybridflow.cluster.context import WorkerContext
 from hybridflow.cluster.protocols import Protocol, register
 from hybridflow.config.schema import Config
 from hybridflow.data.batch import Batch
 from hybridflow.engine.loss_types import TokenLoss
 from hybridflow.workers.build import build_engine
+from hybridflow.workers.companions import complete
 
 
 class RewardTrainingWorker:
@@ -28,6 +31,7 @@ class RewardTrainingWorker:
         return self.engine.update(batch, self.loss, token_budget=self.config.actor.max_tokens_per_micro_batch)
 
     @register(Protocol.ONE_TO_ALL)
-    def export(self, path: str) -> None:
-        """Write the weights as a Hugging Face sequence-classification model with one label (collective; complete or absent)."""
-        self.engine.export(path, self.config.actor.model.path)
+    def export(self, path: str, *, files: dict[str, bytes]) -> None:
+        """Write the weights as a Hugging Face sequence-classification model with one label, and `files` into its folder (collective;
+        complete or absent)."""
+        self.engine.export(path, self.config.actor.model.path, functools.partial(complete, self.config.actor.model, files))

@@ -89,7 +89,7 @@ def test_the_first_cause_of_a_failure_stays(journal: Journal) -> None:
 
 def test_a_run_of_no_steps_is_no_success(journal: Journal) -> None:
     """Settings forbid it, and the loop does too."""
-    prepared = SimpleNamespace(config=Config(), steps=0, ptx=None, algorithm=get_algorithm("grpo"))
+    prepared = SimpleNamespace(config=Config(), steps=0, ptx=None, state=None, algorithm=get_algorithm("grpo"))
     trainer = Trainer(prepared, SimpleNamespace(actor=None, rewards=None, costs=None, get=lambda name: None), journal)
     with pytest.raises(RunIncompleteError, match="0 of 0 steps.*trainer.steps"):
         trainer.run()
