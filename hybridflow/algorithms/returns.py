@@ -7,13 +7,58 @@ get 0, and their values are never read.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from hybridflow.data.batch import Ragged
 
 STD_EPS = 1e-8
 SumOverRanks = Callable[[torch.Tensor], torch.Tensor]  # adds a float64 tensor over all ranks that share the rows
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The trained tokens of ragged rows. at_N: their places among all T tokens; None: all are. lengths_B: how many each row has."""
+
+    at_N: torch.Tensor | None
+    lengths_B: torch.Tensor
+    rows_B: torch.Tensor  # tokens of each row
+
+    @classmethod
+    def of(cls, rows_B: torch.Tensor, mask: Ragged | None) -> Steps:
+        if mask is None or bool(mask.values.all()):  # no index: half of the time of all below
+            return cls(None, rows_B, rows_B)
+        keep_T = mask.values.bool()
+        return cls(keep_T.nonzero().flatten(), Ragged(keep_T.long(), rows_B).sums(), rows_B)
+
+    def taken(self, values_T: torch.Tensor) -> torch.Tensor:
+        """[N] float64 values of the trained tokens."""
+        return (values_T if self.at_N is None else values_T[self.at_N]).double()
+
+    def put(self, values_N: torch.Tensor) -> Ragged:
+        """The values where their tokens stand, float32; 0 elsewhere."""
+        if self.at_N is None:
+            return Ragged(values_N.float(), self.rows_B)
+        return Ragged(torch.zeros(int(self.rows_B.sum())).index_copy_(0, self.at_N, values_N.float()), self.rows_B)
+
+    def last(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """([R] rows that have a trained token, [R] the place of each row's last one)."""
+        rows_R = (self.lengths_B > 0).nonzero().flatten()
+        last_R = self.lengths_B.cumsum(0)[rows_R] - 1
+        return rows_R, last_R if self.at_N is None else self.at_N[last_R]
+
+    def padded(self, values_T: torch.Tensor) -> torch.Tensor:
+        """[S, B] float64, step s of every row side by side, 0 after a row's last."""
+        if not len(self.lengths_B):
+            return torch.zeros((0, 0), dtype=torch.float64)
+        return pad_sequence(self.taken(values_T).split(self.lengths_B.tolist()), batch_first=True).t().contiguous()
+
+    def unpadded(self, values_SB: torch.Tensor) -> Ragged:
+        """The inverse of `padded`, as float32."""
+        rows = zip(values_SB.t().contiguous(), self.lengths_B.tolist())
+        return self.put(torch.cat([values_SB.new_zeros(0), *(row[:length] for row, length in rows)]))
 
 
 def token_rewards(score_B: torch.Tensor, lengths_B: torch.Tensor, token_reward: Ragged | None, mask: Ragged | None = None) -> Ragged:
@@ -24,10 +69,8 @@ def token_rewards(score_B: torch.Tensor, lengths_B: torch.Tensor, token_reward: 
     """
     values_T = torch.zeros(int(lengths_B.sum())) if token_reward is None else token_reward.values.clone().float()
     rest_B = score_B if token_reward is None else score_B - token_reward.sums()
-    row_T = torch.repeat_interleave(torch.arange(len(lengths_B)), lengths_B)
-    keep_T = torch.ones(len(values_T), dtype=torch.bool) if mask is None else mask.values.bool()
-    last_B = torch.full((len(lengths_B),), -1).scatter_reduce_(0, row_T[keep_T], keep_T.nonzero().flatten(), "amax")
-    values_T.index_add_(0, last_B[last_B >= 0], rest_B[last_B >= 0].float())
+    rows_R, last_R = Steps.of(lengths_B, mask).last()
+    values_T.index_add_(0, last_R, rest_B[rows_R].float())
     return Ragged(values_T, lengths_B)
 
 
@@ -43,18 +86,15 @@ def gae(rewards: Ragged, values: Ragged | None, *, gamma: float, lam: float, mas
     rewards, values (None: all 0): Ragged float aligned with the response tokens, V_t being the value before token t.
     mask: Ragged bool, trained tokens. Computed in float64; returns (advantages, returns), Ragged float32, 0 outside the mask.
     """
-    keep_T = torch.ones(len(rewards.values), dtype=torch.bool) if mask is None else mask.values.bool()
-    lengths = Ragged(keep_T.long(), rewards.lengths).sums()
-    reward_SB = _padded(rewards.values[keep_T], lengths).t().contiguous()  # one step of all rows lies together: the loop reads it so
-    value_SB = torch.zeros_like(reward_SB) if values is None else _padded(values.values[keep_T], lengths).t().contiguous()
-    advantage_SB = torch.zeros_like(reward_SB)
-    following_B = next_value_B = torch.zeros(len(lengths), dtype=torch.float64)
+    steps = Steps.of(rewards.lengths, mask)
+    reward_SB = steps.padded(rewards.values)
+    value_SB = torch.zeros_like(reward_SB) if values is None else steps.padded(values.values)
+    advantage_SB = torch.empty_like(reward_SB)
+    following_B = next_value_B = torch.zeros(reward_SB.shape[1], dtype=torch.float64)
     for step in range(len(reward_SB) - 1, -1, -1):  # slots after the end hold 0 and pass 0 on
         following_B = reward_SB[step] + gamma * next_value_B - value_SB[step] + gamma * lam * following_B
         advantage_SB[step], next_value_B = following_B, value_SB[step]
-    inside_BS = _inside(lengths, len(reward_SB))
-    found = (advantage_SB, advantage_SB + value_SB)
-    return tuple(_scattered(found_SB.t()[inside_BS], keep_T, rewards.lengths) for found_SB in found)
+    return steps.unpadded(advantage_SB), steps.unpadded(advantage_SB + value_SB)
 
 
 def moments(values_T: torch.Tensor, sum_over_ranks: SumOverRanks) -> tuple[float, float]:
@@ -70,26 +110,7 @@ def moments(values_T: torch.Tensor, sum_over_ranks: SumOverRanks) -> tuple[float
 
 def whiten(values: Ragged, sum_over_ranks: SumOverRanks, mask: Ragged | None = None) -> Ragged:
     """(x - mean) / (std + 1e-8) over the trained tokens of all ranks, 0 outside the mask; exactly 0 where all are equal. float32."""
-    keep_T = torch.ones(len(values.values), dtype=torch.bool) if mask is None else mask.values.bool()
-    kept = values.values[keep_T].double()
-    mean, std = moments(kept, sum_over_ranks)
-    white = torch.zeros_like(kept) if std <= 1e-12 * max(1.0, abs(mean)) else (kept - mean) / (std + STD_EPS)
-    return _scattered(white, keep_T, values.lengths)
-
-
-def _inside(lengths_B: torch.Tensor, width: int) -> torch.Tensor:
-    return torch.arange(width) < lengths_B[:, None]
-
-
-def _padded(values_T: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
-    """[B, S] float64, rows flush left, 0 after their end."""
-    width = int(lengths_B.max()) if len(lengths_B) else 0
-    padded = torch.zeros((len(lengths_B), width), dtype=torch.float64)
-    padded[_inside(lengths_B, width)] = values_T.double()
-    return padded
-
-
-def _scattered(kept: torch.Tensor, keep_T: torch.Tensor, lengths_B: torch.Tensor) -> Ragged:
-    values_T = torch.zeros(len(keep_T))
-    values_T[keep_T] = kept.float()
-    return Ragged(values_T, lengths_B)
+    steps = Steps.of(values.lengths, mask)
+    kept_N = steps.taken(values.values)
+    mean, std = moments(kept_N, sum_over_ranks)
+    return steps.put(torch.zeros_like(kept_N) if std <= 1e-12 * max(1.0, abs(mean)) else (kept_N - mean) / (std + STD_EPS))
