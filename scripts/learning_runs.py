@@ -120,8 +120,8 @@ def report(outcomes: list[Outcome], arguments: argparse.Namespace) -> str:
     return "\n".join([
         "# Learning runs: two-number addition", "",
         f"{day}, {arguments.ranks} CPU ranks on {cores} cores ({platform.machine()}), TP2 in training and TP1 x DP{arguments.ranks} in",
-        f"generation, {arguments.steps} rollouts of 64 prompts x 8 responses, four optimizer steps each, all from one warm start (SFT).",
-        "Held-out: share of 256 unseen sums that greedy decoding gets right.", "",
+        f"generation, {arguments.steps} rollouts of 64 prompts x 8 responses (PPO: 128 x 4), four optimizer steps each, all from one warm",
+        "start (SFT). Held-out: share of 256 unseen sums that greedy decoding gets right.", "",
         "    python " + " ".join(command), "",
         "| algorithm | held-out before | held-out after | last rollout (sampled) | seconds, start-up included | beside its own settings |",
         "|---|---|---|---|---|---|", *rows, "",
