@@ -17,8 +17,8 @@ from hybridflow.config.schema import ActorConfig, Config, PlacedConfig
 from hybridflow.config.vocabulary import padded_vocab, vllm_vocab
 
 GRADIENT_BYTES = 4  # gradients are summed in float32
-MOMENT_BYTES = 8  # AdamW's two moments in float32
-MASTER_BYTES = 4  # the float32 copy of a bfloat16 weight
+MOMENT_BYTES = {"float32": 8, "bfloat16": 4}  # AdamW's two moments
+MASTER_BYTES = {"float32": 4, "bfloat16": 2}  # the float32 copy of a bfloat16 weight, or what bfloat16 leaves out of it
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,8 @@ def _state(role: ModelRole, ranks: int, facts: ModelFacts) -> dict[str, int]:
     if not role.trained:
         return {f"{prefix}weights": parameters * width}
     dp = ranks // (parallel.tp * parallel.pp)
-    optimizer = parameters * (MOMENT_BYTES + (MASTER_BYTES if width == 2 else 0)) // dp
+    moments = role.settings.optimizer.moments_dtype
+    optimizer = parameters * (MOMENT_BYTES[moments] + (MASTER_BYTES[moments] if width == 2 else 0)) // dp
     return {f"{prefix}weights": parameters * width, f"{prefix}gradients": parameters * GRADIENT_BYTES, f"{prefix}optimizer": optimizer}
 
 

@@ -12,7 +12,7 @@ from hybridflow.config.algorithm_rules import algorithm_problems
 from hybridflow.config.batch_rules import batch_problems, engine_problems, length_problems
 from hybridflow.config.layout_rules import generation_layout_problems, model_ranks, training_layout_problems, vocabulary_problems
 from hybridflow.config.model_facts import ModelFacts
-from hybridflow.config.optimizer_rules import optimizer_problems
+from hybridflow.config.optimizer_rules import layer_problems, moments_problems, optimizer_problems
 from hybridflow.config.placement import actor_ranks, ranks_of
 from hybridflow.config.ranges import missing_problems, range_problems
 from hybridflow.config.reward_models import COST, REWARD, scorer_problems
@@ -33,7 +33,7 @@ def validate(config: Config, world: int, facts: ModelFacts | None, others: Mappi
     problems = missing_problems(config, required_keys(config)) + in_range
     if config.engine_type == "fsdp":
         problems.append("engine_type=fsdp: the FSDP engine is not available in this version; use engine_type=megatron.")
-    rules: list[Callable[[], list[str]]] = [lambda: _name_problems(config), lambda: _optimizer_problems(config),
+    rules: list[Callable[[], list[str]]] = [lambda: _name_problems(config), lambda: _engine_option_problems(config),
                                             lambda: algorithm_problems(config)]
     if generates(config):
         rules += [lambda: _sampling_problems(config), lambda: _reward_problems(config)]
@@ -143,6 +143,12 @@ def _name_problems(config: Config) -> list[str]:
     return []
 
 
-def _optimizer_problems(config: Config) -> list[str]:
+def _engine_option_problems(config: Config) -> list[str]:
     trained = [role for role in model_roles(config) if role.trained]
-    return [problem for role in trained for problem in optimizer_problems(f"{role.section}.optimizer", role.settings.optimizer)]
+    problems = [problem for role in trained for problem in optimizer_problems(f"{role.section}.optimizer", role.settings.optimizer)]
+    for role in model_roles(config):
+        if role.section == "actor" or role.settings.model.transformer_impl != config.actor.model.transformer_impl:
+            problems += layer_problems(role.section, role.settings.model, config.cluster.device)
+    for role in trained:
+        problems += moments_problems(f"{role.section}.optimizer", role.settings.optimizer, role.settings.model.dtype, config.cluster.device)
+    return problems

@@ -1,4 +1,8 @@
-"""AdamW on Megatron's distributed optimizer: learning-rate schedule, decay groups, clipping, offload."""
+"""AdamW on Megatron's distributed optimizer: learning-rate schedule, decay groups, clipping, offload.
+
+With `moments_dtype` bfloat16 Transformer Engine's Adam holds everything (Megatron's precision-aware optimizer): moments in bfloat16, and
+of the float32 weights the 16 bits that the bfloat16 weights leave out, which it updates together with them.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybridflow.config.optimizer_rules import optimizer_problems, wsd_decay_steps
+from hybridflow.config.optimizer_rules import moments_problems, optimizer_problems, wsd_decay_steps
 from hybridflow.config.ranges import field_problems
 from hybridflow.config.schema import OptimizerConfig
 from hybridflow.engine import compat  # noqa: F401  (before megatron)
@@ -20,6 +24,7 @@ from hybridflow.errors import ConfigError, ModelError
 
 from megatron.core import optimizer as megatron_optimizer
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -35,11 +40,15 @@ def wrap_chunks(chunks: list[torch.nn.Module], config: TransformerConfig, parall
     ]
 
 
-def check(config: OptimizerConfig, total_steps: int | None) -> None:
-    """Raises ConfigError listing every setting that cannot work. total_steps: optimizer steps of the run."""
+def check(config: OptimizerConfig, total_steps: int | None, device: Device, dtype: torch.dtype) -> None:
+    """Raises ConfigError listing every setting that cannot work. total_steps: optimizer steps of the run; dtype: of the model."""
     if config.schedule != "constant" and total_steps is None:
         raise ValueError(f"the schedule {config.schedule} decays over the run: the engine must be given total_steps")
     problems = field_problems("optimizer", config) + optimizer_problems("optimizer", config, total_steps)
+    problems += moments_problems("optimizer", config, str(dtype).removeprefix("torch."), device.kind)
+    if config.moments_dtype != "float32" and not HAVE_TE:
+        problems.append(f"optimizer.moments_dtype={config.moments_dtype}: it is Transformer Engine's optimizer, which cannot be imported; "
+                        "install transformer-engine[pytorch], or use float32.")
     if problems:
         raise ConfigError(problems)
 
@@ -60,7 +69,8 @@ class Optimizer:
         dtype: torch.dtype,
         total_steps: int | None,
     ) -> None:
-        check(config, total_steps)
+        check(config, total_steps, device, dtype)
+        self.holds_weights = config.moments_dtype != "float32"  # Transformer Engine's Adam does, not Megatron
         self.clip_grad, self.chunks, self.device = config.clip_grad, chunks, device
         self._host: HostStorages | None = None
         settings = megatron_optimizer.OptimizerConfig(
@@ -75,6 +85,9 @@ class Optimizer:
             bf16=dtype == torch.bfloat16,
             params_dtype=dtype,
             use_distributed_optimizer=True,
+            use_precision_aware_optimizer=self.holds_weights,
+            exp_avg_dtype=getattr(torch, config.moments_dtype),
+            exp_avg_sq_dtype=getattr(torch, config.moments_dtype),
         )
         self.megatron = megatron_optimizer.get_megatron_optimizer(
             settings,
@@ -141,15 +154,19 @@ class Optimizer:
         """Clip by `norm` (a finite result of gradient_norm), advance the schedule, and update the weights."""
         factor = self.clip_grad / (norm + 1e-6) if self.clip_grad > 0 else 1.0
         if factor < 1.0:
-            gradients = [p.grad for inner in self._inner() for p in inner.get_parameters() if p.grad is not None]
-            if gradients:
-                torch._foreach_mul_(gradients, factor)
+            name = "decoupled_grad" if self.holds_weights else "grad"  # of another dtype than its parameter
+            gradients = [getattr(p, name, None) for inner in self._inner() for p in inner.get_parameters()]
+            if found := [gradient for gradient in gradients if gradient is not None]:
+                torch._foreach_mul_(found, factor)
         self.scheduler.step(1)  # before the step: the first of k warm-up steps runs at lr / k, not at 0
         self.megatron.step_with_ready_grads()
 
     def reload_weights(self) -> None:
         """Copy the model's weights, changed from outside, into the float32 main parameters."""
         self.megatron.reload_model_params()
+        if self.holds_weights:
+            for state in (state for inner in self._inner() for state in inner.optimizer.state.values()):
+                state["master_param"].zero_()  # nothing beyond the bfloat16 weights
 
     def state(self) -> dict[str, Any]:
         """What this rank holds of the optimizer, on the host: moments, step counts, main parameters and the schedule's place.
@@ -175,6 +192,8 @@ class Optimizer:
             parameters = [p for group in inner.optimizer.param_groups for p in group["params"]]
             for parameter, main, moments in zip(parameters, part["mains"], part["moments"]):
                 parameter.copy_(main)
+                if self.holds_weights and moments:  # it keeps scales beside the state
+                    inner.optimizer.initialize_state(parameter, store_param_remainders=True)
                 # torch keeps step counts on the host
                 inner.optimizer.state[parameter] = {k: _like(v, parameter) for k, v in moments.items()}
             for group, settings in zip(inner.optimizer.param_groups, part["groups"]):
@@ -186,6 +205,9 @@ class Optimizer:
         moved = list(self._movable())
         for main in moved:
             main.grad = None
+        if self.holds_weights:
+            for parameter in (parameter for inner in self._inner() for parameter in inner.get_parameters()):
+                parameter.decoupled_grad = None  # a view of the gradient buffer
         if self.device.is_cuda:
             self._host = HostStorages(moved)
         for chunk in self.chunks:

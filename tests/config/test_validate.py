@@ -143,6 +143,12 @@ RULES: list[tuple[int, ModelFacts | None, Changes, list[str], Changes]] = [
     (1, None, {"reward__function": "a:b:c"}, ["reward.function=a:b:c"], {"reward__function": "a:b"}),
     (1, None, {"trainer__name": "a/b"}, ["trainer.name='a/b'"], {"trainer__name": "a-b"}),
     (1, None, {"actor__optimizer__min_lr": 1e-5}, ["actor.optimizer.min_lr=1e-05", "lr=1e-06"], {"actor__optimizer__min_lr": 1e-7}),
+    (1, None, {"actor__optimizer__moments_dtype": "bfloat16", "actor__model__dtype": "float32"},
+     ["actor.optimizer.moments_dtype=bfloat16", "float32 model"], {"actor__optimizer__moments_dtype": "bfloat16"}),
+    (1, None, {"actor__optimizer__moments_dtype": "bfloat16", "cluster__device": "cpu"},
+     ["actor.optimizer.moments_dtype=bfloat16", "cluster.device=cpu"], {"cluster__device": "cpu"}),
+    (1, None, {"actor__model__transformer_impl": "transformer_engine", "cluster__device": "cpu"},
+     ["actor.model.transformer_impl=transformer_engine", "cluster.device=cpu"], {"actor__model__transformer_impl": "local"}),
     # supervised
     (1, None, {"algorithm__name": "sft", "rollout__temperature": 0.6}, ["rollout.temperature=0.6", "sft"], {"algorithm__name": "sft"}),
     (1, None, {"algorithm__name": "sft", "algorithm__kl_coef": 0.1}, ["algorithm.kl_coef=0.1", "sft"], {"algorithm__name": "sft"}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from transformers import AutoConfig
 
 from hybridflow.config.layout import Layout
+from hybridflow.config.schema import OptimizerConfig
 from hybridflow.engine.device import Device
 from hybridflow.engine.layers import choose_layers
 from hybridflow.engine.megatron import MegatronEngine
@@ -65,9 +67,9 @@ def test_names_do_not_depend_on_the_layers() -> None:
         assert weight_map_name(name, [4, 5]) == expected
 
 
-def build(path: str, device: Device, layers: str) -> MegatronEngine:
+def build(path: str, device: Device, layers: str, optimizer: OptimizerConfig = OPTIMIZER) -> MegatronEngine:
     engine = MegatronEngine(
-        AutoConfig.from_pretrained(path), Layout(1), dtype=torch.bfloat16, device=device, optimizer=OPTIMIZER, transformer_impl=layers
+        AutoConfig.from_pretrained(path), Layout(1), dtype=torch.bfloat16, device=device, optimizer=optimizer, transformer_impl=layers
     )
     engine.load(path)
     assert engine.layers == layers
@@ -120,3 +122,28 @@ def test_recomputation_and_offload_with_transformer_engine(gpu_rank: Device, tmp
         moved.onload_weights()
         moved.onload_optimizer()
         assert all(torch.equal(tensor, before[name]) for name, tensor in moved.parameters().items())
+
+
+@pytest.mark.gpu
+def test_moments_in_bfloat16(gpu_rank: Device, tmp_path: Path) -> None:
+    """Steps follow those with float32 moments; half the state; offload, and another engine that continues, change nothing."""
+    pytest.importorskip("transformer_engine", reason="needs Transformer Engine")
+    path, batch = make_checkpoint(tmp_path, "qwen2"), make_batch(6, 43)
+    plain = build(path, gpu_rank, "local")
+    small, twin = (build(path, gpu_rank, "local", replace(OPTIMIZER, moments_dtype="bfloat16")) for _ in range(2))
+    for step in range(3):
+        expected, found = plain.update(batch, clipped_ratio, **CALL), small.update(batch, clipped_ratio, **CALL)
+        assert found["loss"] == pytest.approx(expected["loss"], rel=2e-2) and found["grad_norm"] == pytest.approx(
+            expected["grad_norm"], rel=5e-2)
+        small.offload_optimizer()
+        small.onload_optimizer()
+    states = [state for inner in small.optimizer._inner() for state in inner.optimizer.state.values()]
+    assert {state["exp_avg"].dtype for state in states} == {torch.bfloat16}
+    assert {state["master_param"].dtype for state in states} == {torch.int16}
+    for name, tensor in small.parameters().items():
+        twin.parameters()[name].copy_(tensor)
+    twin.weights_changed()
+    twin.load_optimizer_state(small.optimizer_state())
+    assert twin.update(batch, clipped_ratio, **CALL) == pytest.approx(small.update(batch, clipped_ratio, **CALL), rel=1e-5)
+    for name, tensor in small.parameters().items():
+        assert torch.equal(tensor, twin.parameters()[name])

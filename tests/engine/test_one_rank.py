@@ -183,6 +183,7 @@ def test_learning_rate_schedule(cpu_rank: Device, checkpoints: dict[str, str], s
         ({"warmup_steps": -1}, "optimizer.warmup_steps=-1: must be at least 0"),
         ({"warmup_steps": 9}, "optimizer.warmup_steps=9: the run has 9 optimizer steps; nearest that works: 8"),
         ({"clip_grad": -1.0}, "optimizer.clip_grad=-1.0"),
+        ({"moments_dtype": "bfloat16"}, "moments_dtype=bfloat16 for a float32 model(.|\n)*cannot be imported"),
         ({"decay_steps": 2}, "decay_steps=2: only the schedule wsd has it"),
         ({"schedule": "wsd", "warmup_steps": 4, "decay_steps": 6}, "decay_steps=6: with .*warmup_steps=4.*9 optimizer steps.*works: 5"),
     ],
