@@ -25,6 +25,6 @@ def get_algorithm(name: str) -> Algorithm:
     """The algorithm called `name`; an unknown name raises ConfigError with the list."""
     if name not in ALGORITHMS:
         near = difflib.get_close_matches(name, ALGORITHMS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = f"; did you mean {near[0]!r}?" if near else "."
         raise ConfigError(f"algorithm.name={name!r} is no algorithm{hint} Known: {', '.join(sorted(ALGORITHMS))}")
     return ALGORITHMS[name]

@@ -73,6 +73,17 @@ def test_combined_advantages_equal_the_reference(kl_coef: float) -> None:
     assert made["cost_returns"].values.tolist() == pytest.approx(cost_returns, rel=1e-5, abs=1e-6)
 
 
+def test_token_level_costs_stand_where_the_function_put_them() -> None:
+    """Undiscounted and without values of later tokens, a cost on the first token leaves the later ones alone."""
+    zeros = Ragged(torch.zeros(3), torch.tensor([3]))
+    rows = Batch({"score": torch.zeros(1).double(), "cost": torch.ones(1), "trained": torch.tensor([1]), "old_log_prob": zeros,
+                  "values": zeros, "cost_values": zeros})
+    estimator = LagrangianAdvantages(1.0, 1.0, 0.0, "k1", 1.0)
+    assert estimator(rows, alone)["cost_returns"].values.tolist() == [1.0, 1.0, 1.0]
+    placed = rows.with_columns(token_cost=Ragged(torch.tensor([1.0, 0.0, 0.0]), torch.tensor([3])))
+    assert estimator(placed, alone)["cost_returns"].values.tolist() == [1.0, 0.0, 0.0]
+
+
 def test_a_multiplier_of_nothing_is_ppo() -> None:
     rows = batch(4)
     safe = LagrangianAdvantages(1.0, 0.95, 0.1, "k1", 1e-12)(rows, alone)
