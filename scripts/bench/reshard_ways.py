@@ -16,7 +16,7 @@ from hybridflow.models.shards import ShardParameter
 from hybridflow.models.weight_map import WeightMap
 from hybridflow.reshard.execute import Resharder
 from hybridflow.reshard.hybrid import hybrid_plan
-from hybridflow.reshard.plan import plan
+from hybridflow.reshard.plan import Move, plan
 
 warnings.filterwarnings("ignore", message=".*all_gather_into_tensor", category=FutureWarning)  # its new name is not in torch 2.11
 
@@ -85,22 +85,25 @@ class Planned(Way):
 
 
 class _Gathering(Way):
-    """Whole tensors come to every rank of a model-parallel group; it then cuts out its generation shard."""
+    """Whole tensors come to every rank of a model-parallel group; it then cuts out its generation shard. What depends on the layouts
+    alone is worked out once, as in `Planned`, and is not part of the time."""
 
     def prepare(self) -> None:
         at, layout = self.layout.coordinates(self.rank), self.layout
         self.stages = [[layout.rank(tp=t, dp=at.dp, pp=p) for t in range(layout.tp)] for p in range(layout.pp)]
+        self.maps = {r: self.weights.megatron(layout, r) for stage in self.stages for r in stage}
         self.group = _group_of(layout, self.rank, "model")
-        self.places = [(r, name, parameter) for stage in self.stages for r in stage
-                       for name, parameter in self.weights.megatron(layout, r).items()]
+        self._moves: dict[str, list[Move]] = {}
 
-    def _take(self, gathered: dict[str, tuple[ShardParameter, torch.Tensor]]) -> None:
-        """Copy what the target needs out of gathered shards (name -> its pieces and values)."""
-        shard = {name: replace(parameter, name=name) for name, (parameter, _) in gathered.items()}
-        wanted = self._wanted({piece.tensor for parameter in shard.values() for piece in parameter.pieces})
-        own = plan([shard], [wanted], node_of=[0]).rank(0)
-        torch._foreach_copy_([self.target[m.target][m.target_box.slices()] for m in own.local],
-                             [gathered[m.source][1][m.source_box.slices()] for m in own.local])
+    def _take(self, what: str, gathered: dict[str, tuple[ShardParameter, torch.Tensor]]) -> None:
+        """Copy what the target needs out of gathered shards (name -> its pieces and values); `what` names them for the next run."""
+        if what not in self._moves:
+            shard = {name: replace(parameter, name=name) for name, (parameter, _) in gathered.items()}
+            wanted = self._wanted({piece.tensor for parameter in shard.values() for piece in parameter.pieces})
+            self._moves[what] = plan([shard], [wanted], node_of=[0]).rank(0).local
+        moves = self._moves[what]
+        torch._foreach_copy_([self.target[m.target][m.target_box.slices()] for m in moves],
+                             [gathered[m.source][1][m.source_box.slices()] for m in moves])
 
     def _wanted(self, tensors: set[str]) -> Shard:
         """The part of the target that these logical tensors fill."""
@@ -112,20 +115,24 @@ class _Gathering(Way):
 class GatherAll(_Gathering):
     """Plain grouping as the paper describes it (HybridFlow-V): one all-gather of the whole model in the model-parallel group."""
 
+    def prepare(self) -> None:
+        super().prepare()
+        self.longest = max(sum(math.prod(p.shape) for p in shard.values()) for shard in self.maps.values())
+
     def run(self) -> None:
-        sizes = [sum(math.prod(p.shape) for p in self.weights.megatron(self.layout, r).values()) for stage in self.stages for r in stage]
-        longest = max(sizes)
-        own = torch.zeros(longest, dtype=self.dtype, device=self.device.torch_device)
+        own = torch.zeros(self.longest, dtype=self.dtype, device=self.device.torch_device)
         torch.cat([tensor.reshape(-1) for tensor in self.source.values()], out=own[:sum(t.numel() for t in self.source.values())])
-        everything = torch.empty(longest * len(sizes), dtype=self.dtype, device=self.device.torch_device)
+        everything = torch.empty(self.longest * len(self.maps), dtype=self.dtype, device=self.device.torch_device)
         dist.all_gather_into_tensor(everything.view(torch.uint8), own.view(torch.uint8), group=self.group)
-        gathered, offsets = {}, {r: i * longest for i, r in enumerate(r for stage in self.stages for r in stage)}
-        for r, name, parameter in self.places:
-            size = math.prod(parameter.shape)
-            gathered[f"{r}/{name}"] = (parameter, everything[offsets[r]:offsets[r] + size].view(parameter.shape))
-            offsets[r] += size
-        self._take(gathered)
-        self.received = longest * (len(sizes) - 1) * self.dtype.itemsize
+        gathered = {}
+        for number, (r, shard) in enumerate(self.maps.items()):
+            offset = number * self.longest
+            for name, parameter in shard.items():
+                size = math.prod(parameter.shape)
+                gathered[f"{r}/{name}"] = (parameter, everything[offset:offset + size].view(parameter.shape))
+                offset += size
+        self._take("model", gathered)
+        self.received = self.longest * (len(self.maps) - 1) * self.dtype.itemsize
 
 
 class GatherEach(_Gathering):
@@ -139,14 +146,14 @@ class GatherEach(_Gathering):
         self.received = 0
         at = self.layout.coordinates(self.rank)
         for stage, ranks in enumerate(self.stages):
-            maps = [self.weights.megatron(self.layout, r) for r in ranks]
+            maps = [self.maps[r] for r in ranks]
             for name in maps[0]:
                 whole = self._whole(name, [m[name] for m in maps], owner=at.pp == stage)
                 if self.layout.pp > 1:
                     root = self.layout.rank(tp=at.tp, dp=at.dp, pp=stage)
                     dist.broadcast(whole.view(torch.uint8), root, group=self.pipeline_group)
                     self.received += 0 if at.pp == stage else whole.nbytes
-                self._take({f"{r}": (m[name], whole[i]) for i, (r, m) in enumerate(zip(ranks, maps)) if i < len(whole)})
+                self._take(f"{stage}/{name}", {f"{r}": (m[name], whole[i]) for i, (r, m) in enumerate(zip(ranks, maps)) if i < len(whole)})
 
     def _whole(self, name: str, parts: list[ShardParameter], owner: bool) -> torch.Tensor:
         """[parts, *shape] of one parameter: one part where all ranks hold the same."""
