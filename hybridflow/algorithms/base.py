@@ -52,11 +52,17 @@ class Flow:
     critic: RoleHandle | None = None
     cost: RewardSources | None = None
     cost_critic: RoleHandle | None = None
+    rollout: RoleHandle | None = None  # ranks that only generate
     draw: Callable[[int], Prompts] | None = None  # so many further prompts, for steps that replace some of theirs
     pretrain: Callable[[int, int], ShardedBatch] | None = None  # rows of data.ptx_files for optimizer step i of step s
     controllers: dict[str, Controller] = field(default_factory=dict)
     step: int = 0  # number of the current step, from 1
     version: int = 0  # stamp of the weights the rollout engine holds
+
+    @property
+    def generator(self) -> RoleHandle:
+        """The role that generates."""
+        return self.rollout or self.actor
 
     def state_dict(self) -> dict[str, dict[str, float]]:
         """The state of the controllers, by name."""

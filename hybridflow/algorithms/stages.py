@@ -27,13 +27,13 @@ def sample(flow: Flow, prompts: Prompts, *, greedy: bool = False) -> ShardedBatc
     rollout = flow.config.rollout
     n, temperature = (1, 0.0) if greedy else (rollout.n, rollout.temperature)
     with flow.timer.phase("generate"):
-        return flow.actor.generate_sequences(prompts.batch, step=flow.step, version=flow.version, n=n, temperature=temperature).get()
+        return flow.generator.generate_sequences(prompts.batch, step=flow.step, version=flow.version, n=n, temperature=temperature).get()
 
 
 def leave_generation(flow: Flow) -> None:
-    """Put the generation engine to sleep and bring the optimizer back."""
+    """Put the generation engine to sleep and bring the optimizer back, where they share ranks."""
     with flow.timer.phase("to_training"):
-        flow.actor.leave_generation().get()
+        flow.generator.leave_generation().get()
 
 
 def start_rewards(flow: Flow, batch: ShardedBatch, prompts: Prompts) -> PendingReward:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from hybridflow.config.batch_rules import longest_sequence, rows_per_step, updates_per_step
 from hybridflow.config.layout import GenerationLayout, Layout
-from hybridflow.config.placement import ACTOR, Placement, placement
+from hybridflow.config.placement import ACTOR, ROLLOUT, Placement, placement
 from hybridflow.config.roles import ModelRole, generates, model_roles
 from hybridflow.config.schema import Config
 
@@ -26,10 +26,11 @@ class Passes:
 class RolloutPlan:
     """Generation: replicas x infer_tp ranks."""
 
-    mesh: Mesh  # (dp, infer_tp): the global ranks of each replica
+    mesh: Mesh  # (dp, infer_tp): the ranks of each replica, numbered through all ranks of the run
     prompts_per_replica: int
     sequences_per_replica: int
     waves: int  # rounds of max_num_seqs sequences
+    own_ranks: bool  # ranks that only generate
 
     @property
     def replicas(self) -> int:
@@ -95,7 +96,7 @@ def passes(rows: int, longest: int, budget: int) -> Passes:
 
 def batch_plan(config: Config, world: int, generation: GenerationLayout | None = None) -> BatchPlan:
     """The plan of a configuration for which can_plan() holds. `generation`: the replicas; None without rollouts."""
-    placed = placement(model_roles(config), world)
+    placed = placement(config, world)
     layout = placed.group_of(ACTOR).layout
     generating = generates(config)
     rows, longest = rows_per_step(config), longest_sequence(config)
@@ -111,7 +112,7 @@ def batch_plan(config: Config, world: int, generation: GenerationLayout | None =
         optimizer_steps=updates_per_step(config),
         mini_batch_rows_per_dp_rank=mini // layout.dp,
         update=passes(mini // layout.dp, longest, config.actor.max_tokens_per_micro_batch),
-        rollout=_rollout_plan(config, generation) if generation is not None else None,
+        rollout=_rollout_plan(config, placed, generation) if generation is not None else None,
         others=tuple(_role_plan(role, placed, rows, mini, longest) for role in model_roles(config)[1:]),
     )
 
@@ -127,10 +128,12 @@ def _role_plan(role: ModelRole, placed: Placement, rows: int, mini: int, longest
     return RolePlan(role.name, layout, place, rows // dp, passes(rows // dp, longest, role.evaluation_budget), mini // dp, update)
 
 
-def _rollout_plan(config: Config, generation: GenerationLayout) -> RolloutPlan:
+def _rollout_plan(config: Config, placed: Placement, generation: GenerationLayout) -> RolloutPlan:
     prompts = config.data.train_batch_size // len(generation.groups)
     sequences = prompts * config.rollout.n
-    return RolloutPlan([list(group) for group in generation.groups], prompts, sequences, -(-sequences // config.rollout.max_num_seqs))
+    first = placed.first_rank(placed.generator)
+    mesh = [[first + rank for rank in group] for group in generation.groups]
+    return RolloutPlan(mesh, prompts, sequences, -(-sequences // config.rollout.max_num_seqs), placed.generator == ROLLOUT)
 
 
 def render(plan: BatchPlan) -> str:
@@ -142,9 +145,10 @@ def render(plan: BatchPlan) -> str:
         rollout = plan.rollout
         infer_tp = len(rollout.mesh[0])
         waves = f", in {rollout.waves} waves of max_num_seqs" if rollout.waves > 1 else ""
+        place = ", on ranks of their own" if rollout.own_ranks else ""
         lines += [
             ("rollout", f"{rollout.replicas} replicas x tp {infer_tp}: {rollout.prompts_per_replica} prompts and "
-                        f"{rollout.sequences_per_replica} sequences per replica{waves}"),
+                        f"{rollout.sequences_per_replica} sequences per replica{waves}{place}"),
             ("rollout mesh", f"(dp, infer_tp) {_mesh_text(rollout.mesh)}"),
         ]
     lines.append(("training", f"tp {layout.tp} x pp {layout.pp} x dp {layout.dp}: {plan.rows_per_dp_rank} sequences per dp rank"))

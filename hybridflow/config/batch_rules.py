@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from hybridflow.config.algorithms import ALGORITHMS
 from hybridflow.config.model_facts import ModelFacts
-from hybridflow.config.placement import actor_ranks, layout_of, ranks_of
+from hybridflow.config.placement import generation_ranks, layout_of, ranks_of
 from hybridflow.config.ranges import divisors, multiples_near, nearest_values
 from hybridflow.config.roles import generates, model_roles
 from hybridflow.config.schema import Config
@@ -48,8 +48,8 @@ def longest_sequence(config: Config) -> int:
 def batch_problems(config: Config, world: int) -> list[str]:
     """train_batch_size and mini_batch_size against data-parallel ranks and replicas. The layouts themselves must be valid."""
     roles = model_roles(config)
-    dp_of = {role: layout_of(role.settings.parallel, ranks_of(role, roles, world)).dp for role in roles}
-    ranks = actor_ranks(roles, world)
+    dp_of = {role: layout_of(role.settings.parallel, ranks_of(role, config, world)).dp for role in roles}
+    ranks = generation_ranks(config, world)
     replicas = ranks // config.rollout.tp if generates(config) else 1
     prompts, rows = config.data.train_batch_size, rows_per_step(config)
     unit = rows_per_unit(config)
@@ -64,7 +64,7 @@ def batch_problems(config: Config, world: int) -> list[str]:
         if rows // unit % dp:
             parallel, what = role.settings.parallel, f"x rollout.n={n} = {rows} responses" if generates(config) else "rows"
             problems.append(f"data.train_batch_size={prompts} {what}: must divide over {dp} data-parallel ranks of the {role.name} "
-                            f"({ranks_of(role, roles, world)} ranks / tp={parallel.tp} pp={parallel.pp}); nearest that works: {near}.")
+                            f"({ranks_of(role, config, world)} ranks / tp={parallel.tp} pp={parallel.pp}); nearest that works: {near}.")
     trained = [dp for role, dp in dp_of.items() if role.trained]
     return problems + _mini_batch_problems(config.algorithm.mini_batch_size, rows, math.lcm(*trained), unit)
 

@@ -7,6 +7,7 @@ model cut the ranks of a pipeline stage anew, into etp x ep x (expert data paral
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 
@@ -105,10 +106,13 @@ class GenerationLayout:
 
     def position(self, rank: int) -> tuple[int, int]:
         """(replica, tensor-parallel rank) of a global rank."""
-        for replica, group in enumerate(self.groups):
-            if rank in group:
-                return replica, group.index(rank)
-        raise ValueError(f"rank {rank} is in no generation group of {self.groups}")
+        if rank not in self._places:
+            raise ValueError(f"rank {rank} is in no generation group of {self.groups}")
+        return self._places[rank]
+
+    @cached_property
+    def _places(self) -> dict[int, tuple[int, int]]:
+        return {rank: (replica, position) for replica, group in enumerate(self.groups) for position, rank in enumerate(group)}
 
     def slice_of(self, rank: int) -> int:
         """Which of the `tp` slices of the decoder layers a global rank holds."""

@@ -113,8 +113,8 @@ def _generation_problems(tp: int, training_tp: int, world: int, facts: ModelFact
 
 
 def generation_layout_problems(config: Config, world: int, facts: ModelFacts | None) -> list[str]:
-    """rollout.tp against the ranks, the training layout and the model."""
-    tp, training_tp = config.rollout.tp, config.actor.parallel.tp
+    """rollout.tp against the `world` ranks that generate, the training layout where they train as well, and the model."""
+    tp, training_tp = config.rollout.tp, 1 if config.rollout.ranks else config.actor.parallel.tp
     problems = generation_expert_problems(config, facts)
     wrong = _generation_problems(tp, training_tp, world, facts)
     if not wrong:

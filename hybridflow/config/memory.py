@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from hybridflow.config.batch_rules import BYTES, GIB
 from hybridflow.config.layout import stage_layers
 from hybridflow.config.model_facts import ModelFacts
-from hybridflow.config.placement import ranks_of
+from hybridflow.config.placement import ranks_of, rollout_ranks
 from hybridflow.config.roles import ModelRole, generates, model_roles
 from hybridflow.config.schema import ActorConfig, Config, PlacedConfig
 from hybridflow.config.vocabulary import padded_vocab, vllm_vocab
@@ -78,7 +78,7 @@ def phases(config: Config, world: int, facts: ModelFacts, others: Mapping[str, M
     """Updates on the actor's ranks, generation where there is one, and the ranks that a role has alone. The configuration must
     be valid. `others`: by role, the facts of models that are not the actor's."""
     roles = model_roles(config)
-    states = {role: _state(role, ranks_of(role, roles, world), (others or {}).get(role.name, facts)) for role in roles}
+    states = {role: _state(role, ranks_of(role, config, world), (others or {}).get(role.name, facts)) for role in roles}
     result = []
     for role in roles:
         if role.trained or role.own_ranks:
@@ -88,7 +88,9 @@ def phases(config: Config, world: int, facts: ModelFacts, others: Mapping[str, M
                 parts["activations (estimate)"] = activation_bytes(role.settings, (others or {}).get(role.name, facts))
             result.append(Phase(_title(role), parts))
     if generates(config):
-        result.append(Phase("generate", _while_generating(config, states, facts)))
+        own = rollout_ranks(config)
+        result.append(Phase("generate (own ranks)", _engine(config, facts, shares=False)) if own else
+                      Phase("generate", _while_generating(config, states, facts)))
     return result
 
 
@@ -122,12 +124,15 @@ def _while_generating(config: Config, states: dict[ModelRole, dict[str, int]], f
             continue
         offloaded = role.trained and role.settings.offload
         parts |= {name: size for name, size in state.items() if not offloaded or name.endswith("weights")}
+    return parts | _engine(config, facts, shares=True)
+
+
+def _engine(config: Config, facts: ModelFacts, *, shares: bool) -> dict[str, int]:
+    """vLLM's part. shares: whether the actor's weights lie on the same ranks."""
     own, parallel = generation_parameters(facts, config.rollout.tp, config.rollout.ep), config.actor.parallel
-    if config.rollout.alias_weights == "auto" and facts.experts is None:  # of a model with experts little is shared: not counted
+    if shares and config.rollout.alias_weights == "auto" and facts.experts is None:  # of a model with experts little is shared: not counted
         own -= shared_parameters(facts, parallel.tp, parallel.pp, config.rollout.tp)
-    parts["rollout weights"] = own * BYTES[config.actor.model.dtype]
-    parts["key-value cache"] = int(config.rollout.kv_cache_gib * GIB)
-    return parts
+    return {"rollout weights": own * BYTES[config.actor.model.dtype], "key-value cache": int(config.rollout.kv_cache_gib * GIB)}
 
 
 def render(found: list[Phase]) -> str:

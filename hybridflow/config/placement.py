@@ -1,7 +1,8 @@
 """Where the roles of a run live: which ranks each has, and which share processes. Pure numbers.
 
 Roles with the same ranks and the same layout live in one process per rank (one worker group). Roles with the same ranks and
-another layout have processes of their own on the same devices. `<role>.ranks` gives a role ranks that no other role has.
+another layout have processes of their own on the same devices. `<role>.ranks` gives a role ranks that no other role has;
+`rollout.ranks` does that for generation, which otherwise happens in the actor's processes.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hybridflow.config.layout import Layout
-from hybridflow.config.roles import ModelRole
-from hybridflow.config.schema import ParallelConfig
+from hybridflow.config.roles import ModelRole, generates, model_roles
+from hybridflow.config.schema import Config, ParallelConfig
 
 ACTOR = "actor"
+ROLLOUT = "rollout"  # the role of ranks that only generate
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,16 @@ class Placement:
     def group_of(self, role: str) -> GroupPlan:
         return next(group for group in self.groups if role in group.roles)
 
+    @property
+    def generator(self) -> str:
+        """The role that generates, in runs that do."""
+        return ROLLOUT if ROLLOUT in self.pools else ACTOR
+
+    def first_rank(self, pool: str) -> int:
+        """Number that the first rank of a pool has among all ranks of the run."""
+        names = list(self.pools)
+        return sum(self.pools[name] for name in names[:names.index(pool)])
+
     def groups_on(self, pool: str) -> int:
         """Worker groups that share the devices of a pool."""
         return sum(group.pool == pool for group in self.groups)
@@ -45,23 +57,37 @@ def layout_of(parallel: ParallelConfig, world: int) -> Layout:
     return Layout(world, tp=parallel.tp, pp=parallel.pp, cp=parallel.cp, ep=parallel.ep, etp=parallel.etp, vpp=parallel.vpp)
 
 
-def actor_ranks(roles: Sequence[ModelRole], world: int) -> int:
+def rollout_ranks(config: Config) -> int | None:
+    """Ranks that only generate; None where the actor's ranks do, or nothing is generated."""
+    return config.rollout.ranks if generates(config) else None
+
+
+def actor_ranks(config: Config, world: int) -> int:
     """Ranks that are left for the actor and the roles beside it; below 1 where the others took too many."""
-    return world - sum(role.own_ranks or 0 for role in roles)
+    return world - sum(role.own_ranks or 0 for role in model_roles(config)) - (rollout_ranks(config) or 0)
 
 
-def ranks_of(role: ModelRole, roles: Sequence[ModelRole], world: int) -> int:
+def ranks_of(role: ModelRole, config: Config, world: int) -> int:
     """Ranks of one role in a run of `world` ranks."""
-    return role.own_ranks or actor_ranks(roles, world)
+    return role.own_ranks or actor_ranks(config, world)
 
 
-def placement(roles: Sequence[ModelRole], world: int) -> Placement:
-    """Pools and worker groups of `roles` (the actor first) on `world` ranks. The layouts must be valid."""
-    pools = {ACTOR: actor_ranks(roles, world)} | {role.name: role.own_ranks for role in roles if role.own_ranks}
+def generation_ranks(config: Config, world: int) -> int:
+    """Ranks that generate, in a run that does."""
+    return rollout_ranks(config) or actor_ranks(config, world)
+
+
+def placement(config: Config, world: int) -> Placement:
+    """Pools and worker groups of a run on `world` ranks. The layouts must be valid."""
+    roles, generating = model_roles(config), rollout_ranks(config)
+    pools = {ACTOR: actor_ranks(config, world)} | {role.name: role.own_ranks for role in roles if role.own_ranks}
     groups: dict[tuple[str, Layout], list[str]] = {}
     for role in roles:
         pool = role.name if role.own_ranks else ACTOR
         groups.setdefault((pool, layout_of(role.settings.parallel, pools[pool])), []).append(role.name)
+    if generating:
+        pools[ROLLOUT] = generating
+        groups[ROLLOUT, Layout(generating, tp=config.rollout.tp)] = [ROLLOUT]
     return Placement(pools, tuple(GroupPlan(pool, layout, tuple(names)) for (pool, layout), names in groups.items()))
 
 

@@ -129,6 +129,7 @@ class RolloutConfig:
     n: int = setting(8, minimum=1)  # responses per prompt
     tp: int = setting(1, minimum=1)  # tensor parallel inside one engine replica; the number of replicas follows from the ranks
     ep: int = setting(1, minimum=1)  # experts: 1: each cut over the tp ranks; equal to tp: whole experts, dealt to them
+    ranks: int | None = setting(None, minimum=1)  # ranks that only generate, taken from the end of the cluster's; null: the actor's ranks
     temperature: float = setting(1.0, minimum=0)  # of sampling, and of the log-probs training uses
     top_p: float = setting(1.0, above=0, maximum=1)
     top_k: int = setting(-1, minimum=-1)  # -1: off

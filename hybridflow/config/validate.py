@@ -13,7 +13,7 @@ from hybridflow.config.batch_rules import batch_problems, engine_problems, lengt
 from hybridflow.config.layout_rules import generation_layout_problems, model_ranks, training_layout_problems, vocabulary_problems
 from hybridflow.config.model_facts import ModelFacts
 from hybridflow.config.optimizer_rules import layer_problems, moments_problems, optimizer_problems
-from hybridflow.config.placement import actor_ranks, ranks_of
+from hybridflow.config.placement import actor_ranks, generation_ranks, ranks_of, rollout_ranks
 from hybridflow.config.ranges import missing_problems, range_problems
 from hybridflow.config.reward_models import COST, REWARD, scorer_problems
 from hybridflow.config.roles import generates, has_role, model_roles, uses_reference
@@ -67,17 +67,18 @@ def can_plan(config: Config, world: int) -> bool:
 def _layout_problems(config: Config, world: int, facts: ModelFacts | None, others: Mapping[str, ModelFacts]) -> list[str]:
     """Every role's layout against its ranks and its model."""
     roles = model_roles(config)
-    if actor_ranks(roles, world) < 1:
-        taken = ", ".join(f"{role.section}.ranks={role.own_ranks}" for role in roles if role.own_ranks)
+    if actor_ranks(config, world) < 1:
+        own = {role.section: role.own_ranks for role in roles} | {"rollout": rollout_ranks(config)}
+        taken = ", ".join(f"{section}.ranks={ranks}" for section, ranks in own.items() if ranks)
         return [f"{taken}: leaves none of the {world} ranks to the actor; lower it, or null shares the actor's ranks."]
     problems = []
     for role in roles:
         model = others.get(role.name, facts)
-        problems += training_layout_problems(role.section, role.settings.parallel, ranks_of(role, roles, world), model)
+        problems += training_layout_problems(role.section, role.settings.parallel, ranks_of(role, config, world), model)
         if facts is not None and model is not None and role.reads_tokens:
             problems += vocabulary_problems(role.section, model, facts)
     if generates(config):
-        problems += generation_layout_problems(config, actor_ranks(roles, world), facts)
+        problems += generation_layout_problems(config, generation_ranks(config, world), facts)
     return problems
 
 
@@ -92,10 +93,11 @@ def _arithmetic_problems(config: Config, world: int, facts: ModelFacts | None, o
 def _divides(config: Config, world: int) -> bool:
     """True if every role and every replica gets whole model copies, and every pipeline stage whole sets of experts."""
     roles = model_roles(config)
-    ranks = actor_ranks(roles, world)
-    parts = [(ranks_of(role, roles, world), role.settings.parallel) for role in roles]
+    ranks = actor_ranks(config, world)
+    parts = [(ranks_of(role, config, world), role.settings.parallel) for role in roles]
     sizes = [size for have, p in parts for size in ((have, model_ranks(p)), (have // p.pp, p.ep * p.etp))]
-    return ranks > 0 and not any(have % copy for have, copy in sizes) and not (generates(config) and ranks % config.rollout.tp)
+    whole = not (generates(config) and generation_ranks(config, world) % config.rollout.tp)
+    return ranks > 0 and whole and not any(have % copy for have, copy in sizes)
 
 
 def _sampling_problems(config: Config) -> list[str]:
@@ -108,6 +110,9 @@ def _sampling_problems(config: Config) -> list[str]:
         problems.append(f"rollout.top_p={rollout.top_p}: training samples without a cut ({reason}); use 1.0.")
     if rollout.top_k > 0:
         problems.append(f"rollout.top_k={rollout.top_k}: training samples without a cut ({reason}); use -1.")
+    if rollout.ranks and config.actor.offload:
+        problems.append(f"actor.offload=true with rollout.ranks={rollout.ranks}: the actor's ranks do not generate, so there is nothing to "
+                        "make room for; use false.")
     if any(not text for text in rollout.stop):
         problems.append(f"rollout.stop={rollout.stop}: an empty string would end every response; remove it.")
     return problems
@@ -126,6 +131,9 @@ def _given_response_problems(config: Config) -> list[str]:
     if config.rollout.temperature != 1:
         problems.append(f"rollout.temperature={config.rollout.temperature} with algorithm.name={config.algorithm.name}: it would scale "
                         "the trained log-probs; use 1.0.")
+    if config.rollout.ranks:
+        problems.append(f"rollout.ranks={config.rollout.ranks} with algorithm.name={config.algorithm.name}: nothing is generated; use "
+                        "null.")
     if config.algorithm.kl_coef > 0 or config.algorithm.track_kl:
         why = "algorithm.beta holds it to the reference" if uses_reference(config) else "it has no reference policy"
         problems.append(f"algorithm.kl_coef={config.algorithm.kl_coef}, algorithm.track_kl={str(config.algorithm.track_kl).lower()} with "

@@ -58,6 +58,9 @@ class WeightMap:
         self.logical: dict[str, Shape] = {}
         for entry in self._table():
             self.logical.update(zip(entry.sources, entry.cut.logical()))
+        # Few are different, of tens of thousands in a model with many experts.
+        self._cuts = dict.fromkeys(entry.cut for entry in self._table() if entry.expert is None)
+        self._expert_cuts = dict.fromkeys(entry.cut for entry in self._table() if entry.expert is not None)
         self._cache: dict[tuple[object, ...], tuple[ShardParameter, ...]] = {}
 
     def _table(self) -> list[Entry]:
@@ -130,7 +133,7 @@ class WeightMap:
         return [f"{self.family} in {engine}: {'; '.join(problems)}; nearest tensor parallel size that works: {sizes}"]
 
     def _refusals(self, tp: int, engine: str, experts_too: bool) -> list[str]:
-        cuts = dict.fromkeys(entry.cut for entry in self._table() if experts_too or entry.expert is None)
+        cuts = [*self._cuts, *(self._expert_cuts if experts_too else ())]
         return list(dict.fromkeys(problem for cut in cuts for problem in cut.refusals(tp, engine)))
 
     def _stage(self, layout: Layout, pp: int) -> list[Entry]:

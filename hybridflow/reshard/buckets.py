@@ -45,6 +45,11 @@ def peers(plan: RankPlan) -> int:
     return len(plan.sends) + len(plan.receives)
 
 
+def longest_stream(plan: RankPlan) -> int:
+    """Elements of the largest stream that ends at this rank."""
+    return max((sum(m.elements for m in moves) for moves in [*plan.sends.values(), *plan.receives.values()]), default=0)
+
+
 def make_buckets(plan: RankPlan, world: int, stream_elements: int) -> list[Bucket]:
     """Buckets in which each stream has at most `stream_elements` elements (the same number on every rank)."""
     sends = {r: _cut_stream(moves, stream_elements, source=True) for r, moves in plan.sends.items()}

@@ -14,11 +14,14 @@ import torch.distributed as dist
 
 from hybridflow.errors import ReshardError
 from hybridflow.reshard.agreement import Agreement, tensor_problem
-from hybridflow.reshard.buckets import Bucket, empty_bucket, make_buckets, peers
+from hybridflow.reshard.buckets import Bucket, empty_bucket, longest_stream, make_buckets, peers
 from hybridflow.reshard.deadline import Deadline
 from hybridflow.reshard.plan import ReshardPlan
 from hybridflow.reshard.transfer import DEPTH, Pipeline
 from hybridflow.reshard.views import Tensors, Views, addresses
+
+PIPELINED = 8  # buckets of a transfer, at least,
+LEAST_BYTES = 1 << 20  # unless a stream would bring less than this to one of them
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,11 @@ class TransferReport:
     buffer_bytes: int
     buckets: int
     seconds: float
+
+    def metrics(self) -> dict[str, float]:
+        """What a rank that generates tells of a sync."""
+        names = ("bytes_received", "bytes_local", "bytes_shared", "buffer_bytes", "seconds")
+        return {name: float(getattr(self, name)) for name in names}
 
 
 class Resharder:
@@ -94,11 +102,16 @@ class Resharder:
         return ""
 
     def _make_buckets(self, bucket_bytes: int) -> list[Bucket]:
-        """As many on every rank, each with room for all streams of the busiest rank; DEPTH of them are in memory at a time."""
-        (streams,) = self.agreement.maximum(peers(self.own))
+        """As many on every rank, each with room for all streams of the busiest rank; DEPTH of them are in memory at a time.
+
+        A transfer that would fit fewer is cut into PIPELINED all the same: the more parts, the more of the packing is hidden.
+        """
+        streams, longest = self.agreement.maximum(peers(self.own), longest_stream(self.own))
         if not streams:
             return []
-        buckets = make_buckets(self.own, self.plan.world, max(1, bucket_bytes // self.dtype.itemsize // streams // DEPTH))
+        room = bucket_bytes // self.dtype.itemsize // streams // DEPTH
+        part = max(-(-longest // PIPELINED), LEAST_BYTES // self.dtype.itemsize)
+        buckets = make_buckets(self.own, self.plan.world, max(1, min(room, part)))
         (count,) = self.agreement.maximum(len(buckets))
         return buckets + [empty_bucket(self.plan.world)] * (count - len(buckets))
 

@@ -7,10 +7,16 @@ nothing else to move weights between pools.
 from __future__ import annotations
 
 import datetime
+import socket
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import ProcessGroupGloo
+
+from hybridflow.config.layout import GenerationLayout, Layout
+from hybridflow.reshard.agreement import Agreement
+
+HOST_NAME_BYTES = 256
 
 
 def pool_ranks(training: int, rollout: int) -> tuple[range, range]:
@@ -39,3 +45,22 @@ def cross_pool_group(address: str, port: int, rank: int, world: int, *, device: 
     backend._set_sequence_number_for_group()
     group._register_backend(device, kind, backend)
     return group
+
+
+class CrossPool:
+    """Training ranks of `layout` and the ranks of `generation`, which only generate, as one group. Construction is collective.
+
+    place: rank in the own world; generates: whether that is the world of the rollout ranks. The other arguments: cross_pool_group.
+    """
+
+    def __init__(self, layout: Layout, generation: GenerationLayout, place: int, *, generates: bool, address: str, port: int,
+                 device: torch.device, timeout: float) -> None:
+        self.layout, self.generation, self.device = layout, generation, device
+        training, rollout = pool_ranks(layout.world, generation.world)
+        self.rank = (rollout if generates else training)[place]
+        self.group = cross_pool_group(address, port, self.rank, layout.world + generation.world, device=device, timeout=timeout)
+
+    def nodes(self) -> tuple[int, ...]:
+        """Number of the node of each rank of both, by the names that hosts have. Collective."""
+        names = Agreement(self.group, self.group.size(), self.device).texts(socket.gethostname(), HOST_NAME_BYTES)
+        return tuple(names.index(name) for name in names)

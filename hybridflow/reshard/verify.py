@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from hybridflow.errors import WeightsDifferError
 from hybridflow.reshard.execute import Resharder
 from hybridflow.reshard.plan import Move
 
@@ -40,6 +41,14 @@ def differing(resharder: Resharder) -> list[str]:
     wrong += [_padding_move(resharder, name) for name in _dirty_padding(resharder)]
     text = _describe(wrong[0], own.rank, len(wrong)) if wrong else ""
     return [line for line in resharder.agreement.texts(text, TEXT_BYTES) if line]
+
+
+def require_equal(resharder: Resharder, version: int) -> None:
+    """Raise WeightsDifferError, on every rank, when a generation weight of any is not the trainer's. Collective."""
+    wrong = differing(resharder)
+    if wrong:
+        raise WeightsDifferError(f"sync to version {version}: generation weights that are not the trainer's (rollout.sync_checksum):\n"
+                                 + "\n".join(wrong))
 
 
 def _describe(move: Move, rank: int, count: int) -> str:

@@ -67,6 +67,7 @@ class EngineSettings:
     enforce_eager: bool
     expert_parallel: bool = False  # whole experts are dealt to the ranks of a replica, instead of a part of each
     tokenizer_path: str | None = None  # None: no tokenizer is loaded (no stop strings)
+    sleeps: bool = True  # gives its memory back between generations (never on CPU)
     load_format: str = LOAD_FORMAT  # "auto": vLLM reads the weights of the model folder, and nobody may write them
 
 
@@ -122,7 +123,7 @@ class VllmBridge:
     def __init__(self, settings: EngineSettings, shared: Mapping[str, torch.Tensor]) -> None:
         os.environ.update(RANK=str(settings.rank), LOCAL_RANK=str(settings.local_rank))  # where external_launcher reads them
         self.settings = settings
-        self.can_sleep = not current_platform.is_cpu()
+        self.can_sleep = settings.sleeps and not current_platform.is_cpu()
         if settings.expert_parallel and current_platform.is_cpu():
             raise ConfigError(f"rollout.ep={len(settings.groups[0])}: vLLM's CPU kernel needs a part of every expert on each rank; use 1")
         self.offer = Offer(shared)
@@ -181,12 +182,12 @@ class VllmBridge:
             raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
 
     def sleep(self) -> None:
-        """Free weights and cache (level 2: nothing is kept); nothing on CPU."""
+        """Free weights and cache (level 2: nothing is kept); nothing where it does not sleep."""
         if self.can_sleep:
             self.engine.sleep(level=2)
 
     def wake(self, tag: str) -> None:
-        """Take memory back, `weights` first, then `kv_cache`, at the same addresses as before; nothing on CPU."""
+        """Take memory back, `weights` first, then `kv_cache`, at the same addresses as before; nothing where it does not sleep."""
         if self.can_sleep:
             self.engine.wake_up(tags=[tag])
 

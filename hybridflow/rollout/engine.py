@@ -43,11 +43,12 @@ class RolloutEngine:
     tokens of prompt and response together. Construction is collective over all ranks; the engine then sleeps, in phase
     train, with weights that mean nothing: sync before generating. Keep it for the life of the process, since vLLM destroys
     the default process group with it. shared: tensors of the trainer, by vLLM name, that vLLM's parameters shall be; they must
-    stay where they are.
+    stay where they are. sleeps: whether it gives its memory back while it does not generate.
     """
 
     def __init__(self, model_path: str, generation: GenerationLayout, config: RolloutConfig, *, dtype: str, device: Device, seed: int,
-                 max_model_len: int, tokenizer_path: str | None = None, shared: Mapping[str, torch.Tensor] | None = None) -> None:
+                 max_model_len: int, tokenizer_path: str | None = None, shared: Mapping[str, torch.Tensor] | None = None,
+                 sleeps: bool = True) -> None:
         from hybridflow.rollout.bridge import EngineSettings, VllmBridge  # vLLM takes seconds to import
 
         if config.max_response_length >= max_model_len:
@@ -65,7 +66,7 @@ class RolloutEngine:
                 max_model_len=max_model_len, max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 kv_cache_bytes=int(config.kv_cache_gib * GIB), enforce_eager=config.enforce_eager, expert_parallel=generation.ep > 1,
-                tokenizer_path=(tokenizer_path or model_path) if config.stop else None), shared or {})
+                tokenizer_path=(tokenizer_path or model_path) if config.stop else None, sleeps=sleeps), shared or {})
         self._bridge.sleep()
         logger.info("generation engine up in %.1f s (replica %d, tensor-parallel rank %d)", time.perf_counter() - start, self.replica,
                     self.tp_rank)
@@ -90,7 +91,7 @@ class RolloutEngine:
         return {"weights": sum(t.nbytes for t in own.values()), "kv_cache": int(self.config.kv_cache_gib * GIB)}
 
     def sleep(self) -> None:
-        """generate -> train: give weights and cache memory back (nothing to do on CPU)."""
+        """generate -> train: give weights and cache memory back, where the engine sleeps."""
         self.phase.begin_train()
         self._bridge.sleep()
 

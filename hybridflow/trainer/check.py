@@ -14,7 +14,7 @@ from hybridflow.config.schema import Config
 from hybridflow.config.validate import can_plan, validate
 from hybridflow.config.warn import sequence_warning, warnings
 from hybridflow.errors import ConfigError, HybridFlowError
-from hybridflow.reshard.grouping import generation_layout
+from hybridflow.reshard.grouping import consecutive, generation_layout
 
 
 @dataclass
@@ -44,15 +44,23 @@ def check(config: Config, world: int) -> Report:
             report.others[role.name] = found
     problems = validate(config, world, report.facts, report.others)
     if can_plan(config, world):
-        report.placement = placement(model_roles(config), world)
-        layout = report.placement.group_of(ACTOR).layout
-        report.generation = generation_layout(layout, config.rollout.tp, config.rollout.ep) if generates(config) else None
+        report.placement = placement(config, world)
+        report.generation = _generation(config, report.placement) if generates(config) else None
         report.plan = batch_plan(config, world, report.generation)
         report.warnings += warnings(config) + state_warnings(config)
         if report.plan.rollout is not None:
             report.warnings += sequence_warning(config, report.plan.rollout.sequences_per_replica, report.facts)
     report.problems += [problem for problem in problems + file_problems(config) if problem not in report.problems]
     return report
+
+
+def _generation(config: Config, placed: Placement) -> GenerationLayout:
+    """The replicas, over the ranks of the pool that generates."""
+    tp, ep = config.rollout.tp, config.rollout.ep
+    if placed.generator == ACTOR:
+        return generation_layout(placed.group_of(ACTOR).layout, tp, ep)
+    ranks = placed.pools[placed.generator]
+    return GenerationLayout(ranks, tp, consecutive(ranks, tp), ep=ep)
 
 
 def _facts(path: str, key: str, problems: list[str]) -> ModelFacts | None:

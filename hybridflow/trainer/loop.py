@@ -11,6 +11,7 @@ from hybridflow.algorithms.base import Flow, Prompts, StepOutput
 from hybridflow.algorithms.summary import prompt_and_response_tokens
 from hybridflow.cluster.sharded import ShardedBatch
 from hybridflow.config.file_rules import STATE_FILE
+from hybridflow.config.placement import ROLLOUT
 from hybridflow.config.roles import generates
 from hybridflow.errors import NumericsError, RunIncompleteError
 from hybridflow.observe.timer import PhaseTimer
@@ -41,7 +42,7 @@ class Trainer:
         self.rl = generates(self.config)
         self.timer = PhaseTimer(on_phase=journal.phase)
         self.flow = Flow(self.config, self.timer, roles.actor, roles.get("reference"), roles.rewards, roles.get("critic"), roles.costs,
-                         roles.get("cost_critic"), draw=self._draw, pretrain=self._pretrain if prepared.ptx else None,
+                         roles.get("cost_critic"), roles.get(ROLLOUT), draw=self._draw, pretrain=self._pretrain if prepared.ptx else None,
                          controllers=prepared.algorithm.controllers(self.config))
         if prepared.state is not None:
             prepared.state.restore(self.flow)
@@ -89,8 +90,9 @@ class Trainer:
         with self.timer.phase("sync"):
             for critic in self.roles.critics().values():
                 critic.rest().get()
-            reports = self.roles.actor.enter_generation(version=self.flow.version).get()
-        return {f"sync/{name}": max(report[name] for report in reports) for name in reports[0]}
+            reports = self.roles.sync_weights(self.flow.version)
+        names = dict.fromkeys(name for report in reports for name in report)
+        return {f"sync/{name}": max(report[name] for report in reports if name in report) for name in names}
 
     def _validates_before(self, step: int) -> bool:
         """Validation of the weights before `step`: at the start, and every val_interval steps."""
@@ -114,7 +116,7 @@ class Trainer:
                 self._enter_generation()
             self.journal.validation(steps, self._validate())
             if self.rl:
-                self.roles.actor.leave_generation().get()
+                self.flow.generator.leave_generation().get()
         if self.config.trainer.save_final:
             started = time.perf_counter()
             files = {STATE_FILE: TrainingState.of(self.flow, steps).to_bytes()} if self.rl else {}

@@ -11,7 +11,7 @@ from hybridflow.cluster.pool import ResourcePool
 from hybridflow.cluster.worker_group import RoleHandle, WorkerGroup
 from hybridflow.config.algorithms import ALGORITHMS
 from hybridflow.config.layout import Layout
-from hybridflow.config.placement import ACTOR, Placement, split_ranks
+from hybridflow.config.placement import ACTOR, ROLLOUT, Placement, split_ranks
 from hybridflow.config.reward_models import COST, REWARD, Purpose, Scorer, scorers
 from hybridflow.config.roles import generates, has_role, model_roles, uses_function, uses_reference
 from hybridflow.config.schema import Config
@@ -26,6 +26,7 @@ from hybridflow.workers.reward import RewardWorker
 from hybridflow.workers.reward_head import RewardHeadWorker
 from hybridflow.workers.reward_model import RewardModelWorker
 from hybridflow.workers.reward_training import RewardTrainingWorker
+from hybridflow.workers.rollout_pool import RolloutWorker, SendingActorWorker
 
 Definition = tuple[type, dict[str, Any]]
 ACTORS = {"lm": ActorWorker, "scalar": RewardTrainingWorker}  # by the head of the trained model, where nothing is generated
@@ -74,6 +75,14 @@ class Roles:
         """The critics of the run, by role."""
         return {name: handle for name, handle in self._handles.items() if name in VALUES}
 
+    def sync_weights(self, version: int) -> list[dict[str, float]]:
+        """The engine that generates gets the actor's weights as `version` and may generate; what every rank reports."""
+        rollout = self.get(ROLLOUT)
+        if rollout is None:
+            return self.actor.enter_generation(version=version).get()
+        sending, taking = self.actor.send_weights(version=version), rollout.enter_generation(version=version)
+        return [*taking.get(), *sending.get()]
+
     def close(self) -> None:
         for group in reversed(self.groups):
             group.close()
@@ -81,13 +90,23 @@ class Roles:
     def _start(self, prepared: Prepared, cluster: Cluster) -> None:
         definitions, pools = model_definitions(prepared), pools_of(prepared.placement, cluster)
         for plan in prepared.placement.groups:
-            generation = prepared.generation if ACTOR in plan.roles else None
+            generation = prepared.generation if prepared.placement.generator in plan.roles else None
             self._add(cluster, {name: definitions[name] for name in plan.roles}, layout=plan.layout, generation=generation,
                       pool=pools[plan.pool])
         for beside in cpu_groups(prepared.config):
             self._add(cluster, beside, layout=Layout(1), pool=ResourcePool([1], device="cpu"))
         for group in self.groups:
             group.wait_until_ready()
+        if self.get(ROLLOUT) is not None:
+            self._join_pools(prepared)
+
+    def _join_pools(self, prepared: Prepared) -> None:
+        """The group that weights go through from the actor's ranks to those that only generate."""
+        layout = prepared.placement.group_of(ACTOR).layout
+        place = {"address": self.groups[0].places[0].address, "port": self.actor.free_port().first()}  # of the actor's rank 0
+        both = [self.actor.meet_rollout(generation=prepared.generation, **place), self.get(ROLLOUT).meet_actor(layout=layout, **place)]
+        for meeting in both:
+            meeting.get()
 
     def _add(self, cluster: Cluster, roles: dict[str, Definition], **options: Any) -> None:
         """Start a group; it builds its roles beside the others."""
@@ -106,8 +125,13 @@ def model_definitions(prepared: Prepared) -> dict[str, Definition]:
     """Worker class and arguments of every role that has a model."""
     config = prepared.config
     loss = prepared.algorithm.losses[ACTOR](config)
-    actor = ActorRolloutWorker if generates(config) else ACTORS[ALGORITHMS[config.algorithm.name].head]
+    if generates(config):
+        actor = ActorRolloutWorker if prepared.placement.generator == ACTOR else SendingActorWorker
+    else:
+        actor = ACTORS[ALGORITHMS[config.algorithm.name].head]
     found: dict[str, Definition] = {ACTOR: (actor, {"config": config, "loss": loss, "total_steps": prepared.optimizer_steps(ACTOR)})}
+    if prepared.placement.generator == ROLLOUT:
+        found[ROLLOUT] = (RolloutWorker, {"config": config})
     if uses_reference(config):
         kl = functools.partial(kl_estimate, estimator=config.algorithm.kl_estimator)
         found["reference"] = (ReferenceWorker, {"config": config, "kl": kl})

@@ -31,8 +31,8 @@ def validate_policy(flow: Flow, prepared: Prepared) -> Validation:
     found: dict[str, list[torch.Tensor]] = {"reward": [], "response_length": []} | ({"cost": []} if flow.cost is not None else {})
     for chunk in chunks(prepared):
         prompts = draw(prepared.validation, chunk, chunk)
-        batch = flow.actor.generate_sequences(prompts.batch, step=flow.step, version=flow.version, n=1,
-                                              temperature=config.rollout.val_temperature).get()
+        batch = flow.generator.generate_sequences(prompts.batch, step=flow.step, version=flow.version, n=1,
+                                                  temperature=config.rollout.val_temperature).get()
         sources = [source.compute_reward(batch, prompts, training=False) for source in (flow.reward, flow.cost) if source is not None]
         for pending in sources:
             batch = batch.union(pending.get()[0])

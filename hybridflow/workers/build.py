@@ -12,9 +12,11 @@ from hybridflow.cluster.context import WorkerContext
 from hybridflow.config.schema import ActorConfig, Config, PlacedConfig
 from hybridflow.engine.device import Device
 from hybridflow.models.settings import read_hf_config
+from hybridflow.models.weight_map import WeightMap
 from hybridflow.reshard.execute import Resharder
-from hybridflow.reshard.hybrid import hybrid_plan
+from hybridflow.reshard.hybrid import hybrid_plan, pool_plan
 from hybridflow.reshard.ledger import Ledger, used_memory
+from hybridflow.reshard.pools import CrossPool
 from hybridflow.reshard.sharing import shared_parameters
 from hybridflow.rollout.engine import RolloutEngine
 
@@ -54,13 +56,13 @@ def shared_weights(context: WorkerContext, config: Config, engine: MegatronEngin
     return {name: parameters[source] for name, source in sharing.pairs.items()}
 
 
-def build_rollout(context: WorkerContext, config: Config, shared: dict[str, torch.Tensor]) -> RolloutEngine:
+def build_rollout(context: WorkerContext, config: Config, shared: dict[str, torch.Tensor], *, sleeps: bool = True) -> RolloutEngine:
     """This rank's shard of a vLLM engine: parameters in `shared` are those tensors, the rest means nothing until the first reshard."""
     rollout = RolloutEngine(
         config.actor.model.path, context.generation, config.rollout, dtype=config.actor.model.dtype,
         device=Device.detect(context.device_name), seed=config.trainer.seed,
         max_model_len=config.data.max_prompt_length + config.rollout.max_response_length,
-        tokenizer_path=config.actor.model.tokenizer_path, shared=shared,
+        tokenizer_path=config.actor.model.tokenizer_path, shared=shared, sleeps=sleeps,
     )
     parameters = rollout.parameters()
     taken = shared.keys() - rollout.unshared.keys()
@@ -78,6 +80,13 @@ def build_resharder(context: WorkerContext, config: Config, engine: MegatronEngi
     transfer = hybrid_plan(engine.weights, context.layout, context.generation, node_of=context.node_of)
     return Resharder(transfer, context.rank, engine.parameters(), rollout.parameters(), group=None,
                      bucket_bytes=config.rollout.bucket_mib << 20)
+
+
+def build_pool_resharder(config: Config, pool: CrossPool, source: dict[str, torch.Tensor], target: dict[str, torch.Tensor],
+                         weights: WeightMap) -> Resharder:
+    """Moves the trainer's weights to ranks that only generate. source: {} on those, target: {} on the trainer's. Collective."""
+    transfer = pool_plan(weights, pool.layout, pool.generation, node_of=pool.nodes())
+    return Resharder(transfer, pool.rank, source, target, pool.group, config.rollout.bucket_mib << 20, DTYPES[config.actor.model.dtype])
 
 
 def build_ledger(context: WorkerContext, config: Config) -> Ledger:

@@ -12,10 +12,9 @@ from hybridflow.config.schema import Config
 from hybridflow.data.batch import Batch
 from hybridflow.engine.device import Device
 from hybridflow.engine.loss_types import TokenLoss
-from hybridflow.errors import WeightsDifferError
 from hybridflow.reshard.ledger import GIB, require_memory
 from hybridflow.reshard.phases import Phase
-from hybridflow.reshard.verify import differing
+from hybridflow.reshard.verify import require_equal
 from hybridflow.workers.actor import ActorWorker
 from hybridflow.workers.build import build_ledger, build_resharder, build_rollout, shared_weights
 from hybridflow.workers.probe import Probe
@@ -36,8 +35,8 @@ class ActorRolloutWorker(ActorWorker):
         self.ledger = build_ledger(context, config)
         self.rollout = build_rollout(context, config, shared_weights(context, config, self.engine))
         self.resharder = build_resharder(context, config, self.engine, self.rollout)
-        self.probe = Probe(self.engine, self.rollout, self.resharder, interval=config.rollout.probe_interval,
-                           dtype=config.actor.model.dtype)
+        self.probe = Probe(self.engine, self.rollout, self.resharder, vocab=self.engine.weights.vocab,
+                           max_tokens=self.rollout.max_model_len, interval=config.rollout.probe_interval, dtype=config.actor.model.dtype)
         expected = phases(config, context.world, read_model_facts(config.actor.model.path))
         self.predicted = {phase.name: phase.total for phase in expected if phase.name in ("update", "generate")}
 
@@ -59,15 +58,13 @@ class ActorRolloutWorker(ActorWorker):
         with self.ledger.phase("reshard") as deadline:
             report = self.resharder.run(deadline)
         if self.config.rollout.sync_checksum:
-            self._compare(version)
+            require_equal(self.resharder, version)
         self.rollout.set_version(version)
         with self.ledger.phase("wake_kv", "wake"):
             self._require("kv_cache")
             self.rollout.wake_kv()
-        sent = {name: float(getattr(report, name)) for name in
-                ("bytes_received", "bytes_local", "bytes_shared", "buffer_bytes", "seconds")}
         logger.info("sync to version %d: %s\n%s", version, report, self.ledger.text())
-        return sent | memory | self.ledger.metrics() | self.probe.after_sync()
+        return report.metrics() | memory | self.ledger.metrics() | self.probe.after_sync(version)
 
     @register(Protocol.MICRO_DP)
     def generate_sequences(self, prompts: Batch, *, step: int, version: int, n: int, temperature: float) -> Batch:
@@ -102,9 +99,3 @@ class ActorRolloutWorker(ActorWorker):
         held = {"training weights": sum(t.nbytes for t in self.engine.parameters().values())}
         held["other tensors of training"] = self.device.memory()["allocated"] - held["training weights"]
         require_memory(f"waking the engine's {tag}", self.rollout.bytes_to_wake()[tag], self.device, held, FIX[tag])
-
-    def _compare(self, version: int) -> None:
-        wrong = differing(self.resharder)
-        if wrong:
-            raise WeightsDifferError(f"sync to version {version}: generation weights that are not the trainer's (rollout.sync_checksum):\n"
-                                     + "\n".join(wrong))

@@ -40,16 +40,20 @@ def probe_bound(dtype: str, log_probs: torch.Tensor) -> float:
 class Probe:
     """Compares at the first sync and every `interval` syncs (0: never). dtype: of both engines, a key of BOUNDS.
 
-    An engine with room for one prompt token and one response token has nothing to compare.
+    engine: None on ranks that only generate; rollout: None on ranks that only train. The former hear from the latter, over the
+    resharder's group. vocab, max_tokens: token ids of the model, and tokens that a row may have in both engines; where that is one
+    prompt token and one response token there is nothing to compare.
     """
 
-    def __init__(self, engine: MegatronEngine, rollout: RolloutEngine, resharder: Resharder, *, interval: int, dtype: str) -> None:
+    def __init__(self, engine: MegatronEngine | None, rollout: RolloutEngine | None, resharder: Resharder, *, vocab: int, max_tokens: int,
+                 interval: int, dtype: str) -> None:
         self.engine, self.rollout, self.resharder, self.interval, self.dtype = engine, rollout, resharder, interval, dtype
-        self.rows = probe_tokens(engine.weights.vocab, rollout.max_model_len)
+        self.rows = probe_tokens(vocab, max_tokens)
         self._syncs = 0
 
-    def after_sync(self) -> dict[str, float]:
-        """Count a sync and compare if it is due: {"probe_gap": mean |gap|}, {} if it is not. Collective; phase generate.
+    def after_sync(self, version: int) -> dict[str, float]:
+        """Count a sync and compare if it is due: {"probe_gap": mean |gap|}, {} if it is not, or on ranks that do not generate.
+        Collective; phase generate.
 
         Raises WeightsDifferError on every rank when any rank's gap exceeds the bound.
         """
@@ -57,24 +61,40 @@ class Probe:
         self._syncs += 1
         if not due:
             return {}
-        trainer, rollout = self._trainer(), torch.tensor(sum(self.rollout.score(self.rows), []))
-        gap, bound = float((trainer - rollout).abs().mean()), probe_bound(self.dtype, trainer)
+        trainer, gap, bound = self._everywhere(self._trainer()), 0.0, 0.0
+        if self.rollout is not None:
+            rollout = torch.tensor(sum(self.rollout.score(self.rows), []))
+            gap, bound = float((trainer - rollout).abs().mean()), probe_bound(self.dtype, trainer)
         (failed,) = self.resharder.agreement.maximum(not gap <= bound)  # NaN fails as well
         if failed:
-            raise WeightsDifferError(self._explain(gap, bound))
-        return {"probe_gap": gap}
+            raise WeightsDifferError(self._explain(version, gap, bound))
+        return {"probe_gap": gap} if self.rollout is not None else {}
+
+    def _everywhere(self, log_probs: torch.Tensor) -> torch.Tensor:
+        """The trainer's log-probs on every rank that generates: where the two are apart, rank 0 of the group sends them."""
+        resharder, count = self.resharder, sum(len(row) - 1 for row in self.rows)
+        takers = [place >= 0 for place in resharder.plan.targets.of_rank]
+        if takers[0]:
+            return log_probs
+        own = resharder.own.rank
+        sends = [count * (own == 0 and taker) for taker in takers]
+        receives = [count * (takers[own] and rank == 0) for rank in range(len(takers))]
+        send = log_probs.to(resharder.device).repeat(sum(takers) if own == 0 else 0)
+        return resharder.agreement.exchange_many(send, sends, receives).cpu()
 
     def _trainer(self) -> torch.Tensor:
-        """Log-probs of every token but the first of each row, float32."""
+        """Log-probs of every token but the first of each row, float32; empty on ranks that only generate."""
+        if self.engine is None:
+            return torch.empty(0)
         first, rest = [row[:1] for row in self.rows], [row[1:] for row in self.rows]
         batch = Batch({"prompt_ids": Ragged.from_rows(first, dtype=torch.int64), "response_ids": Ragged.from_rows(rest, dtype=torch.int64)})
         budget = sum(map(len, self.rows))
         return self.engine.log_probs(batch, temperature=1.0, token_budget=budget, entropy=False)["log_prob"].values
 
-    def _explain(self, gap: float, bound: float) -> str:
+    def _explain(self, version: int, gap: float, bound: float) -> str:
         wrong = differing(self.resharder)
-        version = f"sync to version {self.rollout.version}"
-        what = f"{version}: rollout and trainer log-probs of the probe differ by {gap:.3g} on average (this rank), bound {bound:.3g}"
+        what = (f"sync to version {version}: rollout and trainer log-probs of the probe differ by {gap:.3g} on average (this rank), "
+                f"bound {bound:.3g}")
         if wrong:
             return what + "; generation weights that are not the trainer's:\n" + "\n".join(wrong)
         return (what + "; yet every generation weight equals the trainer's bit for bit: the two engines compute this model differently. "

@@ -98,6 +98,9 @@ def table(arguments: argparse.Namespace, weights: WeightMap, layout: Layout, res
     ours, gathered = results[0], results[3]
     lines.append(f"ours / (c): bytes {ours.received / gathered.received:.3f}, seconds {ours.median / gathered.median:.3f}; "
                  f"ours / (b): bytes {ours.received / results[2].received:.3f}, seconds {ours.median / results[2].median:.3f}")
+    largest = itemsize * max(torch.Size(parameter.shape).numel() for parameter in weights.vllm(t_g, 0).values())
+    bound = (arguments.bucket_mib << 20) + largest
+    lines.append(f"extra memory of ours: {ours.extra / 1e6:.1f} MB; bucket + largest parameter of a generation shard: {bound / 1e6:.1f} MB")
     return "\n".join(lines)
 
 

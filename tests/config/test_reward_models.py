@@ -92,7 +92,7 @@ def test_placement() -> None:
     """Beside the actor with its layout, in processes of its own with another, on ranks of its own with `ranks`."""
     config = load("reward_models.same=/a", "reward_models.cut.model.path=/b", "reward_models.cut.parallel.tp=1",
                   "reward_models.j.kind=judge", "reward_models.j.model.path=/c", "reward_models.j.ranks=2")
-    placed = placement(model_roles(config), 4)
+    placed = placement(config, 4)
     assert placed.pools == {"actor": 2, "reward_model_j": 2}
     assert [(group.pool, group.roles) for group in placed.groups] == [
         ("actor", ("actor", "reward_model_same")), ("actor", ("reward_model_cut",)), ("reward_model_j", ("reward_model_j",))]
@@ -107,7 +107,7 @@ def test_cost_models_are_placed_as_reward_models_and_need_no_function() -> None:
     assert (harm.role, harm.section, harm.column) == ("cost_model_harm", "cost.models.harm", "cost_model/harm")
     assert harm.settings.parallel.tp == 2 and rude.settings.ranks == 2
     assert "cost.function" in required_keys(load(*SAFE)) and "cost.function" not in required_keys(config)
-    placed = placement(model_roles(config), 4)
+    placed = placement(config, 4)
     assert placed.pools == {"actor": 2, "cost_model_rude": 2}
     assert placed.group_of("cost_model_harm").roles == placed.group_of("actor").roles
     assert {"reward_model_harm", "cost_model_harm"} <= set(placed.group_of("actor").roles)

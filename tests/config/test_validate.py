@@ -94,6 +94,17 @@ RULES: list[tuple[int, ModelFacts | None, Changes, list[str], Changes]] = [
     (16, replace(WIDE, vocab=65), {"rollout__tp": 16}, [], {}),  # pairs of ranks share a key-value head; the vocabulary is padded
     (128, replace(WIDE, heads=128, kv_heads=128, vocab=64), {"rollout__tp": 128, "data__train_batch_size": 128},
      ["rollout.tp=128", "vocabulary of 64"], {"rollout__tp": 64, "data__train_batch_size": 128}),
+    # generation on ranks of its own
+    (4, WIDE, {"rollout__ranks": 4}, ["rollout.ranks=4", "none of the 4 ranks"], {"rollout__ranks": 2}),
+    (5, WIDE, {"rollout__ranks": 3, "rollout__tp": 2, "actor__parallel__tp": 2}, ["rollout.tp=2", "does not divide the 3 ranks"],
+     {"rollout__ranks": 1, "rollout__tp": 1, "actor__parallel__tp": 4}),
+    (3, WIDE, {"rollout__ranks": 2, "rollout__tp": 1, "data__train_batch_size": 5}, ["train_batch_size=5", "2 rollout replicas (2 ranks"],
+     {"rollout__ranks": 2, "rollout__tp": 1, "data__train_batch_size": 4}),
+    (2, None, {"rollout__ranks": 1, "actor__offload": True}, ["actor.offload=true with rollout.ranks=1"], {"rollout__ranks": 1}),
+    (2, None, {"rollout__ranks": 1, "algorithm__name": "sft"}, ["rollout.ranks=1", "algorithm.name=sft"], {"algorithm__name": "sft"}),
+    (12, replace(WIDE, heads=24, kv_heads=6, ffn=12288), {"actor__parallel__tp": 2, "rollout__tp": 3, "data__train_batch_size": 12},
+     ["rollout.tp=3", "actor.parallel.tp=2"],  # only where the same ranks do both
+     {"rollout__ranks": 6, "actor__parallel__tp": 2, "rollout__tp": 3, "data__train_batch_size": 12}),
     # batches
     (6, None, {"data__train_batch_size": 64, "rollout__n": 12}, ["data.train_batch_size=64", "6 rollout replicas", "60 or 66"],
      {"data__train_batch_size": 60, "rollout__n": 12}),

@@ -50,6 +50,19 @@ def test_one_rank_and_a_pipeline_give_the_same_as_four(grpo: Run, launcher: Laun
 
 
 @pytest.mark.slow
+def test_generation_on_a_rank_of_its_own_gives_the_same(grpo: Run, launcher: Launcher) -> None:
+    """One rank trains, another generates; checksums and the probe go across at every sync."""
+    val = launcher.root / "val.jsonl"
+    run = launcher.start("pools", 2, rollout__ranks=1, rollout__probe_interval=1, rollout__sync_checksum="true", data__val_files=val)
+    assert_same_training(run.succeeded(), grpo)
+    assert [row["val/reward"] for row in run.validations()] == [row["val/reward"] for row in grpo.validations()]
+    for row in run.metrics():
+        assert row["sync/probe_gap"] <= 1e-5
+        assert row["sync/bytes_received"] == row["sync/bytes_sent"] > 0 == row["sync/bytes_local"] == row["sync/bytes_shared"]
+    run.assert_nothing_left()
+
+
+@pytest.mark.slow
 def test_grpo_continues_a_supervised_checkpoint_in_bfloat16(launcher: Launcher) -> None:
     val = launcher.root / "val.jsonl"
     warm = launcher.start(

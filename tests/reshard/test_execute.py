@@ -10,14 +10,14 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hybridflow.config.layout import Layout
+from hybridflow.config.layout import GenerationLayout, Layout
 from hybridflow.errors import ReshardError
 from hybridflow.models.weight_map import WeightMap, weight_map
 from hybridflow.reshard.execute import Resharder, TransferReport
 from hybridflow.reshard.grouping import generation_layout
-from hybridflow.reshard.hybrid import hybrid_plan
+from hybridflow.reshard.hybrid import hybrid_plan, pool_plan
 from hybridflow.reshard.plan import plan
-from hybridflow.reshard.pools import cross_pool_group, pool_ranks
+from hybridflow.reshard.pools import CrossPool
 from tests.ranks import RankPool, free_port
 from tests.reshard.random_layouts import Case, blank, cases, expected, fill, random_logical
 
@@ -85,12 +85,13 @@ def move_between_pools(weights: WeightMap, port: int) -> TransferReport:
 
     Their numbers in it are not those of the default group, which is not used.
     """
-    rank = 3 - dist.get_rank()
-    group = cross_pool_group("127.0.0.1", port, rank, 4, device=torch.device("cpu"), timeout=60)
-    training, rollout = pool_ranks(2, 2)
-    sources = [weights.megatron(Layout(2, tp=2), r) for r in training] + [{} for _ in rollout]
-    targets = [{} for _ in training] + [weights.vllm(1, 0) for _ in rollout]
-    return move_case(Case(weights.logical, sources, targets, [0, 0, 1, 1]), 4 << 10, torch.bfloat16, torch.bfloat16, group)
+    generates, place = dist.get_rank() < 2, 1 - dist.get_rank() % 2
+    pool = CrossPool(Layout(2, tp=2), GenerationLayout(2, 1, ((0,), (1,))), place, generates=generates, address="127.0.0.1", port=port,
+                     device=torch.device("cpu"), timeout=60)
+    assert pool.nodes() == (0, 0, 0, 0)
+    whole = pool_plan(weights, pool.layout, pool.generation, node_of=[0, 0, 1, 1])
+    sources, targets = ([dict(classes.shards[n]) if n >= 0 else {} for n in classes.of_rank] for classes in (whole.sources, whole.targets))
+    return move_case(Case(weights.logical, sources, targets, [0, 0, 1, 1]), 4 << 10, torch.bfloat16, torch.bfloat16, pool.group)
 
 
 def test_separate_pools(four: RankPool) -> None:

@@ -43,6 +43,7 @@ def start(name: str, path: str, layout: Layout, dtype: str) -> None:
     config = Config()
     config.actor.model.path, config.actor.model.dtype = path, dtype
     config.actor.optimizer.lr = 1e-2
+    config.actor.parallel.sequence_parallel = layout.ep > 1 and layout.tp > 1  # experts cannot do without
     config.data.max_prompt_length, config.rollout.max_response_length = 24, RESPONSE
     config.rollout.kv_cache_gib, config.rollout.max_num_seqs, config.rollout.bucket_mib = 0.01, 16, 1
     engine = build_engine(_context(layout), config.actor, config, total_steps=4)
@@ -56,7 +57,8 @@ def attach(name: str, tp_g: int) -> tuple[int, int]:
     shared = shared_weights(context, trainer.config, trainer.engine)
     rollout = build_rollout(context, trainer.config, shared)
     resharder = build_resharder(context, trainer.config, trainer.engine, rollout)
-    probe = Probe(trainer.engine, rollout, resharder, interval=1, dtype=trainer.config.actor.model.dtype)
+    probe = Probe(trainer.engine, rollout, resharder, vocab=trainer.engine.weights.vocab, max_tokens=rollout.max_model_len, interval=1,
+                  dtype=trainer.config.actor.model.dtype)
     trainer.rollouts[tp_g] = rollout, resharder, probe
     return len(resharder.views().shared), len(rollout.parameters())
 
@@ -68,7 +70,7 @@ def generate(name: str, tp_g: int, version: int, prompts: Batch) -> tuple[Batch,
     report = resharder.run()
     rollout.set_version(version)
     rollout.wake_kv()
-    gap = probe.after_sync()["probe_gap"]
+    gap = probe.after_sync(version)["probe_gap"]
     batch = rollout.generate(prompts, step=version, n=1, temperature=1.0, seed=3, version=version)
     rollout.sleep()
     return batch, gap, differing(resharder), report.bytes_received
@@ -85,7 +87,7 @@ def damaged(name: str, tp_g: int, parameter: str, rank: int) -> str:
     rollout.set_version(9)
     rollout.wake_kv()
     try:
-        probe.after_sync()
+        probe.after_sync(9)
     except WeightsDifferError as error:
         return str(error)
     finally:
