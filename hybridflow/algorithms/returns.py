@@ -76,25 +76,30 @@ def token_rewards(score_B: torch.Tensor, lengths_B: torch.Tensor, token_reward: 
 
 def discounted_returns(rewards: Ragged, gamma: float, mask: Ragged | None = None) -> Ragged:
     """G_t = r_t + gamma G_{t+1}, Ragged float32 (REINFORCE++ with gamma 1, Hu et al. 2025, arXiv 2501.03262)."""
-    return gae(rewards, None, gamma=gamma, lam=1.0, mask=mask)[1]
+    steps = Steps.of(rewards.lengths, mask)
+    return steps.unpadded(_accumulated(steps.padded(rewards.values), gamma))
 
 
-def gae(rewards: Ragged, values: Ragged | None, *, gamma: float, lam: float, mask: Ragged | None = None) -> tuple[Ragged, Ragged]:
+def gae(rewards: Ragged, values: Ragged, *, gamma: float, lam: float, mask: Ragged | None = None) -> tuple[Ragged, Ragged]:
     """Generalised advantage estimation (Schulman et al. 2015, arXiv 1506.02438, eq. 16) of responses that end: V after the last is 0.
 
     delta_t = r_t + gamma V_{t+1} - V_t;  A_t = delta_t + gamma lam A_{t+1};  return_t = A_t + V_t.
-    rewards, values (None: all 0): Ragged float aligned with the response tokens, V_t being the value before token t.
+    rewards, values: Ragged float aligned with the response tokens, V_t being the value before token t.
     mask: Ragged bool, trained tokens. Computed in float64; returns (advantages, returns), Ragged float32, 0 outside the mask.
     """
     steps = Steps.of(rewards.lengths, mask)
-    reward_SB = steps.padded(rewards.values)
-    value_SB = torch.zeros_like(reward_SB) if values is None else steps.padded(values.values)
-    advantage_SB = torch.empty_like(reward_SB)
-    following_B = next_value_B = torch.zeros(reward_SB.shape[1], dtype=torch.float64)
-    for step in range(len(reward_SB) - 1, -1, -1):  # slots after the end hold 0 and pass 0 on
-        following_B = reward_SB[step] + gamma * next_value_B - value_SB[step] + gamma * lam * following_B
-        advantage_SB[step], next_value_B = following_B, value_SB[step]
+    value_SB = steps.padded(values.values)
+    delta_SB = steps.padded(rewards.values) - value_SB
+    delta_SB[:-1] += gamma * value_SB[1:]
+    advantage_SB = _accumulated(delta_SB, gamma * lam)
     return steps.unpadded(advantage_SB), steps.unpadded(advantage_SB + value_SB)
+
+
+def _accumulated(step_SB: torch.Tensor, decay: float) -> torch.Tensor:
+    """x_s <- x_s + decay x_{s+1}, from the last step to the first, in place. Slots after a row's end hold 0 and pass 0 on."""
+    for step in range(len(step_SB) - 2, -1, -1):
+        step_SB[step].add_(step_SB[step + 1], alpha=decay)
+    return step_SB
 
 
 def moments(values_T: torch.Tensor, sum_over_ranks: SumOverRanks) -> tuple[float, float]:
