@@ -26,7 +26,7 @@ def file_problems(config: Config) -> list[str]:
     if config.data.train_files != MISSING:
         problems += _data_problems("data.train_files", config.data.train_files)
     problems += _data_problems("data.val_files", config.data.val_files) + _data_problems("data.ptx_files", config.data.ptx_files)
-    return problems + _state_problems(config) + _run_folder_problems(config)
+    return problems + state_problems(config) + _run_folder_problems(config)
 
 
 def state_warnings(config: Config) -> list[str]:
@@ -38,7 +38,8 @@ def state_warnings(config: Config) -> list[str]:
             f"trainer.state_path={path} goes on with those of the run that wrote it."]
 
 
-def _state_problems(config: Config) -> list[str]:
+def state_problems(config: Config) -> list[str]:
+    """Why there is no state of trainer.state_path to read; empty where it is not set."""
     path = config.trainer.state_path
     if path is None:
         return []

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from hybridflow.config.batch_plan import BatchPlan, batch_plan
-from hybridflow.config.file_rules import file_problems, state_warnings
+from hybridflow.config.file_rules import file_problems, state_problems, state_warnings
 from hybridflow.config.layout import GenerationLayout
 from hybridflow.config.model_facts import ModelFacts, read_model_facts
 from hybridflow.config.placement import ACTOR, Placement, placement
@@ -15,6 +16,9 @@ from hybridflow.config.validate import can_plan, validate
 from hybridflow.config.warn import sequence_warning, warnings
 from hybridflow.errors import ConfigError, HybridFlowError
 from hybridflow.reshard.grouping import consecutive, generation_layout
+
+if TYPE_CHECKING:
+    from hybridflow.trainer.state import TrainingState
 
 
 @dataclass
@@ -30,6 +34,7 @@ class Report:
     placement: Placement | None = None
     generation: GenerationLayout | None = None
     plan: BatchPlan | None = None
+    state: TrainingState | None = None  # of trainer.state_path
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
@@ -51,7 +56,19 @@ def check(config: Config, world: int) -> Report:
         if report.plan.rollout is not None:
             report.warnings += sequence_warning(config, report.plan.rollout.sequences_per_replica, report.facts)
     report.problems += [problem for problem in problems + file_problems(config) if problem not in report.problems]
+    if config.trainer.state_path is not None and not state_problems(config):
+        report.state = _state(config, report.problems)
     return report
+
+
+def _state(config: Config, problems: list[str]) -> TrainingState | None:
+    from hybridflow.trainer.state import read_state  # torch: seconds that no other check needs
+
+    try:
+        return read_state(config)
+    except ConfigError as error:
+        problems += [problem for problem in error.problems if problem not in problems]
+        return None
 
 
 def _generation(config: Config, placed: Placement) -> GenerationLayout:

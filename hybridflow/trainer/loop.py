@@ -44,8 +44,8 @@ class Trainer:
         self.flow = Flow(self.config, self.timer, roles.actor, roles.get("reference"), roles.rewards, roles.get("critic"), roles.costs,
                          roles.get("cost_critic"), roles.get(ROLLOUT), draw=self._draw, pretrain=self._pretrain if prepared.ptx else None,
                          controllers=prepared.algorithm.controllers(self.config))
-        if prepared.state is not None:
-            prepared.state.restore(self.flow)
+        if prepared.report.state is not None:
+            prepared.report.state.restore(self.flow)
         self.history: list[dict[str, float]] = []
 
     def run(self) -> RunResult:

@@ -23,7 +23,6 @@ from hybridflow.errors import ConfigError, RewardError
 from hybridflow.models.inspect import inspect_model
 from hybridflow.rewards.check import check_reward_function
 from hybridflow.trainer.check import Report, check
-from hybridflow.trainer.state import TrainingState, read_state
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,6 @@ class Prepared:
     sampler: PromptSampler
     steps: int
     ptx: PromptDataset | None  # rows of data.ptx_files
-    state: TrainingState | None  # of trainer.state_path
     report: Report
 
     def optimizer_steps(self, role: str) -> int:
@@ -76,7 +74,7 @@ def prepare(config: Config, world: int) -> Prepared:
     if has_role(config, "cost") and uses_function(config.cost):
         _try_function(config.cost, train, tokenizer, alone=not config.cost.models)
     steps = config.trainer.steps if config.trainer.steps is not None else sampler.steps(config.trainer.epochs)
-    prepared = Prepared(config, algorithm, tokenizer, train, validation, sampler, steps, ptx, read_state(config, algorithm), report)
+    prepared = Prepared(config, algorithm, tokenizer, train, validation, sampler, steps, ptx, report)
     problems = [problem for role in model_roles(config) if role.trained for problem in
                 optimizer_problems(f"{role.section}.optimizer", role.settings.optimizer, prepared.optimizer_steps(role.name))]
     if problems:

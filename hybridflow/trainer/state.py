@@ -17,7 +17,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from hybridflow.algorithms.base import Algorithm, Flow
+from hybridflow.algorithms.base import Flow
+from hybridflow.algorithms.registry import get_algorithm
 from hybridflow.config.file_rules import STATE_FILE
 from hybridflow.config.reward_models import REWARD, scorers
 from hybridflow.config.schema import Config
@@ -87,14 +88,12 @@ class TrainingState:
         return state
 
 
-def read_state(config: Config, algorithm: Algorithm) -> TrainingState | None:
-    """What trainer.state_path names; None where it is not set. Raises ConfigError where it lacks something this run steers."""
-    if config.trainer.state_path is None:
-        return None
+def read_state(config: Config) -> TrainingState:
+    """What trainer.state_path names. Raises ConfigError where it cannot be read, or lacks something this run steers."""
     state = TrainingState.read(config.trainer.state_path)
     models = scorers(config, REWARD).values()
     wanted = {
-        "controllers": list(algorithm.controllers(config)),
+        "controllers": list(get_algorithm(config.algorithm.name).controllers(config)),
         "normalizers": [scorer.name for scorer in models if normalises(scorer.settings)],
         "heads": [scorer.name for scorer in models if distils(scorer.settings)],
     }

@@ -18,6 +18,7 @@ from hybridflow.data.batch import Batch, Ragged
 from hybridflow.errors import RunIncompleteError
 from hybridflow.observe.rollouts import read_rollouts
 from hybridflow.observe.run_folder import RunFolder
+from hybridflow.trainer.check import Report
 from hybridflow.trainer.journal import Journal
 from hybridflow.trainer.loop import Trainer
 from hybridflow.trainer.validation import Validation
@@ -89,7 +90,7 @@ def test_the_first_cause_of_a_failure_stays(journal: Journal) -> None:
 
 def test_a_run_of_no_steps_is_no_success(journal: Journal) -> None:
     """Settings forbid it, and the loop does too."""
-    prepared = SimpleNamespace(config=Config(), steps=0, ptx=None, state=None, algorithm=get_algorithm("grpo"))
+    prepared = SimpleNamespace(config=Config(), steps=0, ptx=None, report=Report(1), algorithm=get_algorithm("grpo"))
     trainer = Trainer(prepared, SimpleNamespace(actor=None, rewards=None, costs=None, get=lambda name: None), journal)
     with pytest.raises(RunIncompleteError, match="0 of 0 steps.*trainer.steps"):
         trainer.run()

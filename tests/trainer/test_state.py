@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from hybridflow.algorithms.base import Flow
 from hybridflow.algorithms.registry import get_algorithm
 from hybridflow.config.file_rules import STATE_FILE, file_problems, state_warnings
+from hybridflow.config.load import load_config
 from hybridflow.config.reward_models import REWARD, scorers
 from hybridflow.config.schema import Config
 from hybridflow.data.tokenizer import load_tokenizer
@@ -20,6 +21,7 @@ from hybridflow.observe.timer import PhaseTimer
 from hybridflow.rewards.distill import RewardHead
 from hybridflow.rewards.features import FEATURES
 from hybridflow.rewards.sources import RewardSources
+from hybridflow.trainer.check import check
 from hybridflow.trainer.state import FORMAT, TrainingState, read_state
 from hybridflow.workers.companions import complete
 from tests.tiny import tiny_tokenizer
@@ -60,7 +62,7 @@ def write(config: Config, state: TrainingState) -> str:
 def test_a_flow_goes_on_exactly_where_it_stood(config: Config) -> None:
     before, after = trained(config), flow_of(config)
     config.trainer.state_path = write(config, TrainingState.of(before, 7))
-    state = read_state(config, get_algorithm("safe_rlhf"))
+    state = read_state(config)
     assert (state.step, state.algorithm) == (7, "safe_rlhf") and list(state.normalizers) == ["helpful"]
     state.restore(after)
     assert after.state_dict() == before.state_dict() and after.reward.state_dict() == before.reward.state_dict()
@@ -90,7 +92,16 @@ def test_a_state_that_lacks_something_is_refused(config: Config) -> None:
     config.trainer.state_path = write(config, TrainingState.of(trained(config), 7))
     config.reward_models["plain"] = {"model": {"path": "/p"}, "normalize": "running", "distill_ratio": 0.5}
     with pytest.raises(ConfigError, match="trainer.state_path=.*it holds no state of normalizers: plain, heads: plain .*safe_rlhf"):
-        read_state(config, get_algorithm("safe_rlhf"))
+        read_state(config)
+
+
+def test_the_check_before_a_run_reads_it(config: Config) -> None:
+    """Whatever else is wrong, a state that cannot serve is named as well."""
+    path = write(config, TrainingState.of(trained(config), 7))
+    settings = ["algorithm=safe_rlhf", "reward_models.helpful.model.path=/r", f"trainer.state_path={path}"]
+    assert check(load_config(settings).config, 1).state.step == 7
+    report = check(load_config([*settings, "reward_models.helpful.distill_ratio=0.5"]).config, 1)
+    assert report.state is None and any("holds no state of heads: helpful" in problem for problem in report.problems)
 
 
 def test_files_that_are_no_state_are_refused(config: Config) -> None:
@@ -100,10 +111,10 @@ def test_files_that_are_no_state_are_refused(config: Config) -> None:
     file.parent.mkdir(parents=True)
     file.write_bytes(b"cut short")
     with pytest.raises(ConfigError, match="trainer.state_path=.*cannot be read"):
-        read_state(config, get_algorithm("safe_rlhf"))
+        read_state(config)
     save_file({}, file, metadata={"format": FORMAT, "version": "2", "state": json.dumps({})})
     with pytest.raises(ConfigError, match="version '2'.*version '1'"):
-        read_state(config, get_algorithm("safe_rlhf"))
+        read_state(config)
 
 
 def test_a_state_that_is_not_gone_on_with_is_named(config: Config) -> None:
