@@ -15,6 +15,8 @@ from hybridflow.config.schema import Config
 from hybridflow.config.validate import can_plan, validate
 from hybridflow.config.warn import sequence_warning, warnings
 from hybridflow.errors import ConfigError, HybridFlowError
+from hybridflow.models.settings import read_hf_config
+from hybridflow.models.weight_map import weight_map
 from hybridflow.reshard.grouping import consecutive, generation_layout
 
 if TYPE_CHECKING:
@@ -81,10 +83,13 @@ def _generation(config: Config, placed: Placement) -> GenerationLayout:
 
 
 def _facts(path: str, key: str, problems: list[str]) -> ModelFacts | None:
+    """The facts of a model that its family can run; what is in the way goes to `problems`."""
     try:
-        return read_model_facts(path, key)
+        facts = read_model_facts(path, key)
+        weight_map(read_hf_config(path))  # refuses what the family cannot express
+        return facts
     except ConfigError:
         return None  # not set: validate() says so
     except HybridFlowError as error:
-        problems.append(str(error))
+        problems += str(error).splitlines()
         return None

@@ -80,6 +80,13 @@ def test_errors_of_the_command_line(check: Callable[..., Checked]) -> None:
     assert code == 2 and "/nowhere/at/all: no such folder" in out
 
 
+def test_what_the_family_refuses_is_listed(check: Callable[..., Checked], run: list[str], tmp_path: Path) -> None:
+    """Beside the other problems, before train.py would say it."""
+    write_model(tmp_path / "model", mlp_bias=True)
+    code, out, _ = check(*run, "rollout.top_p=0.5")
+    assert code == 2 and "✗ mlp_bias true with attention_bias false" in out and "✗ rollout.top_p=0.5" in out
+
+
 def test_help_and_print_config(check: Callable[..., Checked]) -> None:
     code, out, _ = check("--help")
     assert code == 0 and "usage: python launch/check.py" in out and ", grpo, gspo, " in out and len(out.splitlines()) < 40
