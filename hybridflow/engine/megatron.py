@@ -15,7 +15,7 @@ from hybridflow.config.schema import OptimizerConfig
 from hybridflow.config.vocabulary import padded_vocab
 from hybridflow.data.batch import Batch, Ragged
 from hybridflow.data.units import units_in
-from hybridflow.engine import compat  # noqa: F401  (before megatron)
+from hybridflow.engine import compat, optimizer_files  # noqa: F401  (compat before megatron)
 from hybridflow.engine.context import Context
 from hybridflow.engine.device import Device
 from hybridflow.engine.heads import Head, LanguageHead, ScalarHead
@@ -220,6 +220,18 @@ class MegatronEngine:
         """
         self._ready("load_optimizer_state")
         self._trained("load_optimizer_state").load_state(state)
+
+    def save_optimizer(self, path: str, source: str) -> None:
+        """Write the optimizer's state so that an engine of any layout can load it (collective): see optimizer_files.py."""
+        self._ready("save_optimizer")
+        optimizer = self._trained("save_optimizer")
+        optimizer_files.save(path, source, optimizer, named_parameters(self.chunks), self.weights, self.layout)
+
+    def load_optimizer(self, path: str) -> None:
+        """Continue from `save_optimizer` of an engine of the same model in any layout; load the weights first."""
+        self._ready("load_optimizer")
+        optimizer = self._trained("load_optimizer")
+        optimizer_files.load(path, optimizer, named_parameters(self.chunks), self.shard_parameters(), self.weights)
 
     def _trained(self, verb: str) -> Optimizer:
         if self.optimizer is None:

@@ -70,6 +70,7 @@ class Optimizer:
         total_steps: int | None,
     ) -> None:
         check(config, total_steps, device, dtype)
+        self.mixed = dtype == torch.bfloat16  # main parameters are no views of the weights
         self.holds_weights = config.moments_dtype != "float32"  # Transformer Engine's Adam does, not Megatron
         self.clip_grad, self.chunks, self.device = config.clip_grad, chunks, device
         self._host: HostStorages | None = None
@@ -116,12 +117,13 @@ class Optimizer:
 
     def _use_fused_kernel(self) -> None:
         """One kernel for AdamW on a GPU; Megatron gives no way to ask torch for it."""
-        for inner in self._inner():
+        for inner in self.inner():
             if self.device.is_cuda and type(inner.optimizer) is torch.optim.AdamW:
                 for group in inner.optimizer.param_groups:
                     group.update(fused=True, foreach=False)
 
-    def _inner(self) -> list[Any]:
+    def inner(self) -> list[Any]:
+        """Megatron's distributed optimizers: of dense parameters and of experts, for each chunk."""
         return [inner for inner in self.megatron.chained_optimizers if not inner.is_stub_optimizer]
 
     @property
@@ -142,7 +144,7 @@ class Optimizer:
         """
         self.megatron.prepare_grads()
         total = torch.zeros((), dtype=torch.float64, device=self.device.torch_device)
-        for inner in self._inner():
+        for inner in self.inner():
             gradients = inner.get_main_grads_for_grad_norm()
             if gradients:
                 total += torch.nn.utils.get_total_norm(gradients).double().square()
@@ -155,7 +157,7 @@ class Optimizer:
         factor = self.clip_grad / (norm + 1e-6) if self.clip_grad > 0 else 1.0
         if factor < 1.0:
             name = "decoupled_grad" if self.holds_weights else "grad"  # of another dtype than its parameter
-            gradients = [getattr(p, name, None) for inner in self._inner() for p in inner.get_parameters()]
+            gradients = [getattr(p, name, None) for inner in self.inner() for p in inner.get_parameters()]
             if found := [gradient for gradient in gradients if gradient is not None]:
                 torch._foreach_mul_(found, factor)
         self.scheduler.step(1)  # before the step: the first of k warm-up steps runs at lr / k, not at 0
@@ -165,7 +167,7 @@ class Optimizer:
         """Copy the model's weights, changed from outside, into the float32 main parameters."""
         self.megatron.reload_model_params()
         if self.holds_weights:
-            for state in (state for inner in self._inner() for state in inner.optimizer.state.values()):
+            for state in (state for inner in self.inner() for state in inner.optimizer.state.values()):
                 state["master_param"].zero_()  # nothing beyond the bfloat16 weights
 
     def state(self) -> dict[str, Any]:
@@ -174,7 +176,7 @@ class Optimizer:
         It fits an optimizer of the same model and layout (`load_state`); the weights of a float32 model are its main parameters.
         """
         parts = []
-        for inner in self._inner():
+        for inner in self.inner():
             groups = inner.optimizer.param_groups
             moments = [{k: _to_host(v) for k, v in inner.optimizer.state[p].items()} for group in groups for p in group["params"]]
             mains = [_to_host(p.detach()) for group in groups for p in group["params"]]
@@ -184,11 +186,11 @@ class Optimizer:
     @torch.no_grad()
     def load_state(self, state: dict[str, Any]) -> None:
         """Undo `state`. Raises ModelError when it is of another model, layout or rank; nothing is changed then."""
-        shapes = [[tuple(p.shape) for group in inner.optimizer.param_groups for p in group["params"]] for inner in self._inner()]
+        shapes = [[tuple(p.shape) for group in inner.optimizer.param_groups for p in group["params"]] for inner in self.inner()]
         saved = [[tuple(main.shape) for main in part["mains"]] for part in state["parts"]]
         if shapes != saved:
             raise ModelError("the optimizer state is of another model, layout or rank: its parameters have other shapes")
-        for inner, part in zip(self._inner(), state["parts"]):
+        for inner, part in zip(self.inner(), state["parts"]):
             parameters = [p for group in inner.optimizer.param_groups for p in group["params"]]
             for parameter, main, moments in zip(parameters, part["mains"], part["moments"]):
                 parameter.copy_(main)
@@ -200,13 +202,25 @@ class Optimizer:
                 group.update(settings)
         self.scheduler.load_state_dict(state["schedule"])
 
+    def set_steps(self, steps: int) -> None:
+        """Count on from `steps`: bias correction and schedule; moments and main parameters are set already."""
+        for optimizer in (inner.optimizer for inner in self.inner()):
+            for group in optimizer.param_groups:
+                if type(optimizer) is torch.optim.AdamW:
+                    for parameter in group["params"]:
+                        optimizer.state[parameter]["step"] = torch.tensor(float(steps))  # one each: AdamW advances them in place
+                else:
+                    group["step"] = steps
+        self.scheduler.num_steps = 0
+        self.scheduler.step(steps)
+
     def offload(self) -> None:
         """Free gradient buffers and move Adam state and float32 main parameters to host memory (CPU: only the buffers)."""
         moved = list(self._movable())
         for main in moved:
             main.grad = None
         if self.holds_weights:
-            for parameter in (parameter for inner in self._inner() for parameter in inner.get_parameters()):
+            for parameter in (parameter for inner in self.inner() for parameter in inner.get_parameters()):
                 parameter.decoupled_grad = None  # a view of the gradient buffer
         if self.device.is_cuda:
             self._host = HostStorages(moved)
@@ -226,7 +240,7 @@ class Optimizer:
 
     def _movable(self) -> Iterator[torch.Tensor]:
         """Not the main parameters of float32 models: they are views of the weights."""
-        for inner in self._inner():
+        for inner in self.inner():
             for group in getattr(inner, "shard_fp32_from_float16_groups", []):
                 yield from (main for main in group if main is not None)
             for state in inner.optimizer.state.values():

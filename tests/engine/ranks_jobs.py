@@ -214,6 +214,27 @@ def resumed_between(path: str, layout: Layout, options: Options) -> Options:
     return {"metrics": metrics, "expected": expected, "same": same}
 
 
+def saved_between(path: str, layout: Layout, options: Options, folder: str) -> Options:
+    """An update, weights and optimizer to files, another update."""
+    engine = engine_of(path, layout, options)
+    batch, _ = local_batch(engine, options)
+    call = update_arguments(engine, options)
+    metrics = [engine.update(batch, **call)]
+    engine.export(f"{folder}/model", path)
+    engine.save_optimizer(f"{folder}/optimizer", path)
+    metrics.append(engine.update(batch, **call))
+    return {"metrics": metrics, "shards": shards(engine), "pieces": engine.shard_parameters()}
+
+
+def continued(layout: Layout, options: Options, folder: str) -> Options:
+    """An update by a new engine that takes up what `saved_between` wrote."""
+    engine = engine_of(f"{folder}/model", layout, options)
+    engine.load_optimizer(f"{folder}/optimizer")
+    batch, _ = local_batch(engine, options)
+    metrics = [engine.update(batch, **update_arguments(engine, options))]
+    return {"metrics": metrics, "shards": shards(engine), "pieces": engine.shard_parameters()}
+
+
 def offloaded_between(path: str, layout: Layout, options: Options) -> Options:
     """Two updates with the optimizer, then the weights too, offloaded and brought back between them."""
     engine = engine_of(path, layout, options)

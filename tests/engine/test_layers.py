@@ -137,7 +137,7 @@ def test_moments_in_bfloat16(gpu_rank: Device, tmp_path: Path) -> None:
             expected["grad_norm"], rel=5e-2)
         small.offload_optimizer()
         small.onload_optimizer()
-    states = [state for inner in small.optimizer._inner() for state in inner.optimizer.state.values()]
+    states = [state for inner in small.optimizer.inner() for state in inner.optimizer.state.values()]
     assert {state["exp_avg"].dtype for state in states} == {torch.bfloat16}
     assert {state["master_param"].dtype for state in states} == {torch.int16}
     for name, tensor in small.parameters().items():
