@@ -44,9 +44,6 @@ def generation_expert_problems(config: Config, facts: ModelFacts | None) -> list
         return problems
     if experts is None:
         return problems + ([f"rollout.ep={ep}: {facts.path} ({facts.family}) has no experts; set it to 1."] if ep > 1 else [])
-    if facts.family == "deepseek_v2":
-        problems.append(f"actor.model.path={facts.path} (deepseek_v2): vLLM's tokens were not those of the trained model in a check, so "
-                        "it can be trained on given responses only; use algorithm.name=sft.")
     pp, dtype = config.actor.parallel.pp, config.actor.model.dtype
     if experts.routing.bias and pp > 1 and dtype == "bfloat16":
         problems.append(f"actor.parallel.pp={pp} with actor.model.dtype={dtype}: {facts.path} chooses experts by a float32 bias, which "

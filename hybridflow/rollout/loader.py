@@ -18,8 +18,10 @@ from typing import Any
 import torch
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from vllm.config import LoadConfig
+from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader import DummyModelLoader, register_model_loader
+from vllm.platforms import current_platform
 
 from hybridflow.engine.vocab_parallel import matmul_float32
 
@@ -117,6 +119,20 @@ class HybridLoader(DummyModelLoader):
             module._cpu_skip_gemm_dispatch = True
             if type(getattr(module, "quant_method", None)) is UnquantizedEmbeddingMethod:
                 module.quant_method = _TrainerHead()
+            if current_platform.is_cpu() and isinstance(module, RotaryEmbedding):
+                _rotate_every_head(module)
+
+
+def _rotate_every_head(rotary: RotaryEmbedding) -> None:
+    """vLLM's CPU kernel counts heads in the last dimension: of latent attention's [T, heads, size] it rotates the first head only, and
+    it does not know the strides of its slices. vLLM's own torch version takes them as they are."""
+    kernel = rotary._forward_method
+
+    def rotate(positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None) -> Any:
+        by_head = query.dim() == 3
+        return rotary.forward_native(positions, query, key) if by_head else kernel(positions, query, key)
+
+    rotary._forward_method = rotate
 
 
 @torch.no_grad()

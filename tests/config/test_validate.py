@@ -61,7 +61,6 @@ RULES: list[tuple[int, ModelFacts | None, Changes, list[str], Changes]] = [
      {"actor__parallel__tp": 2, "actor__parallel__ep": 2, "actor__parallel__sequence_parallel": True}),
     (4, MIXTRAL, {"rollout__tp": 4, "rollout__ep": 4, "cluster__device": "cpu"}, ["rollout.ep=4 with cluster.device=cpu", "use 1"],
      {"rollout__tp": 4, "rollout__ep": 4}),
-    (4, replace(MIXTRAL, family="deepseek_v2"), {"rollout__tp": 2}, ["deepseek_v2", "given responses only"], {"algorithm__name": "sft"}),
     (4, BIASED, {"actor__parallel__pp": 2}, ["actor.parallel.pp=2", "float32 bias", "use actor.parallel.pp=1"], {}),
     (4, MIXTRAL, {"rollout__tp": 4, "rollout__ep": 2}, ["rollout.ep=2", "use 1 or 4"], {"rollout__tp": 4, "rollout__ep": 4}),
     # training layout

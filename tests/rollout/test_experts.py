@@ -26,7 +26,8 @@ CASES: dict[str, tuple[Layout, int, dict[str, Any]]] = {
     "mixtral": (EP2, 2, {}),
     "qwen2_moe": (Layout(2, tp=2, etp=2), 1, {}),
     "qwen3_moe": (Layout(2, pp=2), 2, {}),
-    "deepseek_v3": (Layout(2, pp=2), 1, LATENT_SIZES),
+    "deepseek_v2": (Layout(2, tp=2), 2, {**LATENT_SIZES, "heads": 4}),  # plain rotary embedding, queries not compressed
+    "deepseek_v3": (Layout(2, pp=2), 1, LATENT_SIZES),  # YaRN
 }
 
 

@@ -40,6 +40,10 @@ def settings(hf_config: Any) -> MegatronSettings:
         value = getattr(hf_config, name, None)
         if value not in allowed:
             problems.append(f"{name} {value!r} is not supported for {hf_config.model_type} ({reason}); supported: {allowed[0]!r}")
+    groups = getattr(hf_config, "n_group", None) or 1
+    if getattr(hf_config, "topk_method", None) == "greedy" and groups > 1:
+        problems.append(f"topk_method 'greedy' with n_group {groups} is not supported: vLLM chooses by group and Hugging Face does not; "
+                        "set n_group and topk_group to 1")
     if problems:
         raise ModelError("\n".join(problems))
     latent = facts_of(hf_config).latent
