@@ -16,6 +16,7 @@ from hybridflow.config.schema import TRANSFORMER_IMPLEMENTATIONS
 from hybridflow.engine import compat  # noqa: F401  (before megatron)
 from hybridflow.engine.attention import FLASH_MULTIPLE, PackedAttention
 from hybridflow.engine.device import Device
+from hybridflow.engine.experts import GroupedExperts
 from hybridflow.engine.latent_attention import LatentAttention
 from hybridflow.engine.norm import RMSNorm
 from hybridflow.engine.router import ExactRouter
@@ -91,6 +92,8 @@ def _base_spec(experts: int | None, fused: bool) -> ModuleSpec:
         return copy.deepcopy(get_gpt_layer_with_transformer_engine_spec(num_experts=experts, moe_grouped_gemm=experts is not None))
     layer = copy.deepcopy(get_gpt_layer_local_spec(normalization="RMSNorm", num_experts=experts))
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    if experts is not None:
+        layer.submodules.mlp.submodules.experts.module = GroupedExperts
     return layer
 
 

@@ -1,0 +1,55 @@
+"""The experts of a rank in grouped matrix products: one kernel for all of them instead of one for each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from hybridflow.engine import compat  # noqa: F401  (before megatron)
+
+from megatron.core.transformer.moe.experts import SequentialMLP
+
+
+def grouped_usable(x: torch.Tensor) -> bool:
+    """torch has the kernel for half precision on GPUs; elsewhere its own loop would be no faster than Megatron's."""
+    return x.is_cuda and x.dtype == torch.bfloat16
+
+
+class GroupedExperts(SequentialMLP):
+    """Megatron's experts, parameters and their names included; gated feed-forwards without biases, as all expert families have."""
+
+    def forward(
+        self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
+        """Tokens [T, H], those of expert 0 first, how many each has, and their weights [T]; weighted outputs [T, H]."""
+        x_TH = permuted_local_hidden_states
+        if not grouped_usable(x_TH) or not len(x_TH):
+            return super().forward(permuted_local_hidden_states, tokens_per_expert, permuted_probs)
+        ends_E = tokens_per_expert.to(x_TH.device).cumsum(0).to(torch.int32)
+        gate_TF, up_TF = grouped_linear(x_TH, ends_E, [e.linear_fc1.weight for e in self.local_experts]).chunk(2, dim=-1)
+        inner_TF = (F.silu(gate_TF) * up_TF * permuted_probs[:, None]).to(x_TH.dtype)  # the weights are float32
+        return grouped_linear(inner_TF, ends_E, [e.linear_fc2.weight for e in self.local_experts]), None
+
+
+def grouped_linear(x_TI: torch.Tensor, ends_E: torch.Tensor, weights_OI: list[torch.Tensor]) -> torch.Tensor:
+    """Rows ends_E[e - 1] to ends_E[e] of x times the transposed weight e, [T, O]."""
+    return _GroupedLinear.apply(x_TI, ends_E, *weights_OI)
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """The kernel takes weights stacked in one tensor: it is made anew in the backward pass, not kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TI: torch.Tensor, ends_E: torch.Tensor, *weights_OI: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x_TI, ends_E, *weights_OI)
+        return F.grouped_mm(x_TI, torch.stack(weights_OI).transpose(1, 2), offs=ends_E)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TO: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x_TI, ends_E, *weights_OI = ctx.saved_tensors
+        grad_TO = grad_TO.contiguous()
+        grad_x = F.grouped_mm(grad_TO, torch.stack(weights_OI), offs=ends_E)
+        grad_weights = F.grouped_mm(grad_TO.t(), x_TI, offs=ends_E)  # [E, O, I]; zeros for an expert without tokens
+        return grad_x, None, *grad_weights.unbind(0)
