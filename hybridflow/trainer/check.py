@@ -47,7 +47,7 @@ def check(config: Config, world: int) -> Report:
     report.facts = _facts(config.actor.model.path, "actor.model.path", report.problems)
     for role in model_roles(config)[1:]:
         path, key = role.settings.model.path, f"{role.section}.model.path"
-        if path != config.actor.model.path and (found := _facts(path, key, report.problems)) is not None:
+        if path != config.actor.model.path and (found := _facts(path, key, report.problems, not role.is_judge)) is not None:
             report.others[role.name] = found
     problems = validate(config, world, report.facts, report.others)
     if can_plan(config, world):
@@ -82,11 +82,12 @@ def _generation(config: Config, placed: Placement) -> GenerationLayout:
     return GenerationLayout(ranks, tp, consecutive(ranks, tp), ep=ep)
 
 
-def _facts(path: str, key: str, problems: list[str]) -> ModelFacts | None:
-    """The facts of a model that its family can run; what is in the way goes to `problems`."""
+def _facts(path: str, key: str, problems: list[str], in_megatron: bool = True) -> ModelFacts | None:
+    """The facts of a model; what is in the way goes to `problems`. in_megatron: Megatron runs it, not vLLM alone."""
     try:
         facts = read_model_facts(path, key)
-        weight_map(read_hf_config(path))  # refuses what the family cannot express
+        if in_megatron:
+            weight_map(read_hf_config(path))  # refuses what the family cannot express
         return facts
     except ConfigError:
         return None  # not set: validate() says so
