@@ -11,10 +11,12 @@ from hybridflow.engine import compat  # noqa: F401  (before megatron)
 
 from megatron.core.transformer.moe.experts import SequentialMLP
 
+ALIGNED = 8  # the kernel reads rows that begin at multiples of 16 bytes
 
-def grouped_usable(x: torch.Tensor) -> bool:
+
+def grouped_usable(x: torch.Tensor, weights: list[torch.Tensor]) -> bool:
     """torch has the kernel for half precision on GPUs; elsewhere its own loop would be no faster than Megatron's."""
-    return x.is_cuda and x.dtype == torch.bfloat16
+    return x.is_cuda and x.dtype == torch.bfloat16 and not any(size % ALIGNED for size in weights[0].shape)
 
 
 class GroupedExperts(SequentialMLP):
@@ -24,13 +26,17 @@ class GroupedExperts(SequentialMLP):
         self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
         """Tokens [T, H], those of expert 0 first, how many each has, and their weights [T]; weighted outputs [T, H]."""
-        x_TH = permuted_local_hidden_states
-        if not grouped_usable(x_TH) or not len(x_TH):
+        x_TH, first_FH, second_HF = permuted_local_hidden_states, *self._weights()
+        if not grouped_usable(x_TH, second_HF) or not len(x_TH):
             return super().forward(permuted_local_hidden_states, tokens_per_expert, permuted_probs)
         ends_E = tokens_per_expert.to(x_TH.device).cumsum(0).to(torch.int32)
-        gate_TF, up_TF = grouped_linear(x_TH, ends_E, [e.linear_fc1.weight for e in self.local_experts]).chunk(2, dim=-1)
+        gate_TF, up_TF = grouped_linear(x_TH, ends_E, first_FH).chunk(2, dim=-1)
         inner_TF = (F.silu(gate_TF) * up_TF * permuted_probs[:, None]).to(x_TH.dtype)  # the weights are float32
-        return grouped_linear(inner_TF, ends_E, [e.linear_fc2.weight for e in self.local_experts]), None
+        return grouped_linear(inner_TF, ends_E, second_HF), None
+
+    def _weights(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Of every expert of this rank: gate and up rows, and the matrix down."""
+        return [e.linear_fc1.weight for e in self.local_experts], [e.linear_fc2.weight for e in self.local_experts]
 
 
 def grouped_linear(x_TI: torch.Tensor, ends_E: torch.Tensor, weights_OI: list[torch.Tensor]) -> torch.Tensor:

@@ -46,7 +46,7 @@ def test_values_and_gradients_on_a_gpu() -> None:
 def test_an_update_equals_the_reference(cpu_rank: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     """In float32, where torch has a loop behind the same function: 1e-5 of Hugging Face in float64, every gradient."""
     calls = []
-    monkeypatch.setattr("hybridflow.engine.experts.grouped_usable", lambda x: calls.append(x) or True)
+    monkeypatch.setattr("hybridflow.engine.experts.grouped_usable", lambda x, weights: calls.append(x) or True)
     path, options = make_checkpoint(tmp_path, family), {"budget": 48, "seed": 31}
     found = [jobs.train(path, Layout(1), options)]
     check_scores(found, path, options)
