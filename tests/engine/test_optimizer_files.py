@@ -26,7 +26,8 @@ def same(found: Results, expected: Results, dtype: torch.dtype) -> None:
     """Loss, gradient norm, learning rate and weights after the step; bfloat16 products are rounded differently in another layout."""
     exact, relative = dtype == torch.float32, 1e-6 if dtype == torch.float32 else 2e-2
     for name, value in expected[0]["metrics"][-1].items():
-        assert found[0]["metrics"][-1][name] == pytest.approx(value, rel=relative, abs=1e-6), name
+        bound = 10 * relative if name == "ratio" else relative  # the largest exponential of a log-prob's difference
+        assert found[0]["metrics"][-1][name] == pytest.approx(value, rel=bound, abs=1e-6), name
     weights = join(expected, "shards")
     for name, tensor in join(found, "shards").items():
         near = {"rtol": 1e-6, "atol": 1e-6} if exact else {"rtol": 1e-2, "atol": 2e-3}
