@@ -110,9 +110,10 @@ def _sampling_problems(config: Config) -> list[str]:
         problems.append(f"rollout.top_p={rollout.top_p}: training samples without a cut ({reason}); use 1.0.")
     if rollout.top_k > 0:
         problems.append(f"rollout.top_k={rollout.top_k}: training samples without a cut ({reason}); use -1.")
-    if rollout.ranks and config.actor.offload:
-        problems.append(f"actor.offload=true with rollout.ranks={rollout.ranks}: the actor's ranks do not generate, so there is nothing to "
-                        "make room for; use false.")
+    for role in model_roles(config) if rollout.ranks else ():
+        if role.trained and role.settings.offload:
+            problems.append(f"{role.section}.offload=true with rollout.ranks={rollout.ranks}: its ranks do not generate, so there is "
+                            "nothing to make room for; use false.")
     if any(not text for text in rollout.stop):
         problems.append(f"rollout.stop={rollout.stop}: an empty string would end every response; remove it.")
     return problems

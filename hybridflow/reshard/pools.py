@@ -40,11 +40,21 @@ def cross_pool_group(address: str, port: int, rank: int, world: int, *, device: 
         options._timeout = wait
         backend = ProcessGroupNCCL(store, rank, world, options)
     else:
-        kind, backend = dist.ProcessGroup.BackendType.GLOO, ProcessGroupGloo(store, rank, world, timeout=wait)
+        kind, backend = dist.ProcessGroup.BackendType.GLOO, ProcessGroupGloo(store, rank, world, _gloo_options(address, wait))
     group._set_default_backend(kind)
     backend._set_sequence_number_for_group()
     group._register_backend(device, kind, backend)
     return group
+
+
+def _gloo_options(address: str, wait: datetime.timedelta) -> ProcessGroupGloo._Options:
+    """Over the interface that leads to `address`: a pool that lies on one node has the loopback as gloo's default (cluster/)."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 9))  # sends nothing
+        own = probe.getsockname()[0]
+    options = ProcessGroupGloo._Options()
+    options._timeout, options._devices = wait, [ProcessGroupGloo.create_device(hostname=own)]
+    return options
 
 
 class CrossPool:

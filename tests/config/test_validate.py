@@ -100,6 +100,8 @@ RULES: list[tuple[int, ModelFacts | None, Changes, list[str], Changes]] = [
     (3, WIDE, {"rollout__ranks": 2, "rollout__tp": 1, "data__train_batch_size": 5}, ["train_batch_size=5", "2 rollout replicas (2 ranks"],
      {"rollout__ranks": 2, "rollout__tp": 1, "data__train_batch_size": 4}),
     (2, None, {"rollout__ranks": 1, "actor__offload": True}, ["actor.offload=true with rollout.ranks=1"], {"rollout__ranks": 1}),
+    (2, None, {"rollout__ranks": 1, "algorithm__name": "ppo", "critic__offload": True}, ["critic.offload=true with rollout.ranks=1"],
+     {"rollout__ranks": 1, "algorithm__name": "ppo"}),
     (2, None, {"rollout__ranks": 1, "algorithm__name": "sft"}, ["rollout.ranks=1", "algorithm.name=sft"], {"algorithm__name": "sft"}),
     (12, replace(WIDE, heads=24, kv_heads=6, ffn=12288), {"actor__parallel__tp": 2, "rollout__tp": 3, "data__train_batch_size": 12},
      ["rollout.tp=3", "actor.parallel.tp=2"],  # only where the same ranks do both
