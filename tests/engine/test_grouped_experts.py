@@ -42,7 +42,7 @@ def test_values_and_gradients_on_a_gpu() -> None:
     check_linear(torch.device("cuda"), torch.bfloat16)
 
 
-@pytest.mark.parametrize("family", ["qwen2_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen2_moe", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
 def test_an_update_equals_the_reference(cpu_rank: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     """In float32, where torch has a loop behind the same function: 1e-5 of Hugging Face in float64, every gradient."""
     calls = []
