@@ -76,8 +76,8 @@ def add_costs(flow: Flow, batch: ShardedBatch, costs: PendingReward) -> tuple[Sh
     known_B = ~cost_B.isnan()
     mean = cost_B[known_B].double().mean().item()
     multiplier.update(mean)
-    metrics = {"cost/mean": mean, "cost/above_limit": (cost_B[known_B] > multiplier.limit).double().mean().item(),
-               "cost/multiplier": multiplier.value}
+    metrics = {"cost/mean": mean, "lagrange/above_limit": (cost_B[known_B] > multiplier.limit).double().mean().item(),
+               "lagrange/multiplier": multiplier.value}
     return batch.union(costed).with_columns(trained=batch["trained"] * known_B), counts | metrics
 
 

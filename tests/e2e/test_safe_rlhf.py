@@ -30,7 +30,7 @@ def test_costs_of_a_function_and_a_model_steer_the_multiplier(launcher: Launcher
     for row in run.metrics():
         assert row["cost/mean"] == pytest.approx(row["cost/function"] + WEIGHT * row["cost_model/harm"], abs=1e-5)
         log += RATE * math.exp(log) * (row["cost/mean"] - LIMIT)
-        assert row["cost/multiplier"] == pytest.approx(math.exp(log), rel=1e-6)
+        assert row["lagrange/multiplier"] == pytest.approx(math.exp(log), rel=1e-6)
         assert row["cost_critic/grad_norm"] > 0 and row["cost/abstained"] == 0.0 and row[names.REWARD] != row["cost/mean"]
     assert all(math.isfinite(row["val/cost"]) and row["val/cost"] != row[names.VAL_REWARD] for row in run.validations())
     assert {"cost", "cost/function", "cost_model/harm"} <= set(run.rollouts(1)[0].columns)
