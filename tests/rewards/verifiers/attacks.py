@@ -112,16 +112,18 @@ def fork_bomb(arena: Arena) -> None:
 def process_count(arena: Arena) -> None:
     code = (
         "import os, time\nn = 1\ntry:\n  while n < 64:\n    if not os.fork(): time.sleep(60)\n    n += 1\n"
-        "except OSError: print(n)\ntime.sleep(0.5)"
+        "except OSError: print(n)\ntime.sleep(0.5 if n < 64 else 5)"
     )
     _at_most_eight(arena.run(code))
 
 
 def _at_most_eight(result: SandboxResult) -> None:
-    """Counted by the kernel; where it counts the user's other processes too, which come and go, by the supervisor."""
-    if result.layers & {"own_user", "namespaces"}:
+    """Counted by the kernel; where it counts the user's other processes too, which come and go, it stops earlier or leaves it to
+    the supervisor."""
+    exact = bool(result.layers & {"own_user", "namespaces"})
+    if exact or result.status == Status.OK:
         expect(result, Status.OK)
-        assert 2 <= int(result.stdout) <= 8, result
+        assert (2 if exact else 1) <= int(result.stdout) <= 8, result
     else:
         expect(result, Status.KILLED)
         assert "processes and threads" in result.detail, result
@@ -132,7 +134,7 @@ def thread_bomb(arena: Arena) -> None:
     code = (
         "import threading, time, os\nn = 1\ntry:\n"
         "  while n < 64:\n    threading.Thread(target=time.sleep, args=(60,)).start()\n    n += 1\n"
-        "except RuntimeError: print(n, flush=True)\ntime.sleep(0.5)\nos._exit(0)"
+        "except RuntimeError: print(n, flush=True)\ntime.sleep(0.5 if n < 64 else 5)\nos._exit(0)"
     )
     _at_most_eight(arena.run(code))
 

@@ -84,16 +84,23 @@ def check(watch: Watch, now: float) -> None:
     if now - watch.started > limits["wall_seconds"]:
         watch.verdict = ("timeout", f"more than {limits['wall_seconds']} s of wall clock")
         return
-    pids = processes.descendants(os.getpid())
-    # Exact where the kernel counts this run alone; elsewhere its count drifts with the user's other processes.
-    if sum(len(processes.tasks(pid)) for pid in pids) > limits["processes"] + 1:  # process 1 of a namespace is ours
-        watch.verdict = ("killed", f"more than {limits['processes']} processes and threads")
+    pids = count(watch)
+    if watch.verdict is not None:
         return
     if processes.memory_bytes(pids, limits["memory_bytes"]) > limits["memory_bytes"]:
         watch.verdict = ("memory", f"{len(pids)} processes hold more than {limits['memory_bytes']} bytes together")
     elif "private_root" not in watch.report["layers"] and files.used(watch.folder, limits["disk_bytes"]):
         bounds = f"more than {limits['disk_bytes']} bytes or {files.MAX_ENTRIES} files"
         watch.verdict = ("killed", f"{bounds} in its folder, or parts of it closed")
+
+
+def count(watch: Watch) -> list[int]:
+    """The processes of the program, judged by their number and that of their threads."""
+    pids, bound = processes.descendants(os.getpid()), watch.limits["processes"]
+    # Exact where the kernel counts this run alone; elsewhere its count drifts with the user's other processes.
+    if sum(len(processes.tasks(pid)) for pid in pids) > bound + 1:  # process 1 of a namespace is ours
+        watch.verdict = ("killed", f"more than {bound} processes and threads")
+    return pids
 
 
 def drain(watch: Watch, sources: dict[int, str]) -> None:
