@@ -57,5 +57,8 @@ class _GroupedLinear(torch.autograd.Function):
         x_TI, ends_E, *weights_OI = ctx.saved_tensors
         grad_TO = grad_TO.contiguous()
         grad_x = F.grouped_mm(grad_TO, torch.stack(weights_OI), offs=ends_E)
-        grad_weights = F.grouped_mm(grad_TO.t(), x_TI, offs=ends_E)  # [E, O, I]; zeros for an expert without tokens
+        grad_weights = F.grouped_mm(grad_TO.t(), x_TI, offs=ends_E)  # [E, O, I]
+        # The kernel need not write the product of an expert without tokens (pytorch issue 172439: on Blackwell it does not).
+        idle_E = torch.diff(ends_E, prepend=ends_E.new_zeros(1)) == 0
+        grad_weights = grad_weights.masked_fill(idle_E[:, None, None], 0.0)
         return grad_x, None, *grad_weights.unbind(0)

@@ -94,6 +94,7 @@ def end(process: subprocess.Popen) -> tuple[int, str]:
     return process.returncode, text
 
 
+@pytest.mark.slow  # whole runs do it too (tests/e2e)
 def test_plain_python_ends_with_code_0(jobs: Jobs) -> None:
     process = jobs.start(JOB, "succeed")
     code, text = end(process)
@@ -102,6 +103,7 @@ def test_plain_python_ends_with_code_0(jobs: Jobs) -> None:
     jobs.assert_nothing_left(seconds=0.5)
 
 
+@pytest.mark.slow  # whole runs do it too (tests/e2e)
 def test_ctrl_c_ends_everything(jobs: Jobs) -> None:
     process = jobs.start(JOB, "idle")
     until_ready(process)

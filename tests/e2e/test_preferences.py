@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from tests.e2e.launching import Launcher, Run
 
+pytestmark = pytest.mark.slow
+
 STEPS, LENGTH = 8, 3
 TENSOR_PARALLEL = {"dpo": 1, "reward_model": 2}
 

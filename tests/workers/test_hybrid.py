@@ -74,6 +74,7 @@ def test_an_update_while_generating_is_a_phase_error(actor: RoleHandle, prompts:
     assert_names_the_worker(told.value, "update_actor")
 
 
+@pytest.mark.slow
 def test_generation_with_old_weights_is_a_phase_error(actor: RoleHandle, prompts: Batch) -> None:
     actor.enter_generation(version=2).get()
     with pytest.raises(PhaseError, match="version 3.*version 2") as told:
