@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+from hybridflow.network import free_port
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -29,12 +30,6 @@ ENVIRONMENT = {
 
 class RankFailure(AssertionError):
     """A rank raised; the message is its traceback."""
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def _serve(rank: int, world: int, port: int, pipe: Connection) -> None:

@@ -9,7 +9,7 @@ import torch
 from hybridflow.algorithms import stages
 from hybridflow.algorithms.base import Algorithm, Flow, Prompts, StepOutput
 from hybridflow.algorithms.preference_losses import dpo_loss, ipo_loss
-from hybridflow.algorithms.preferences import held_out, log_ratios, pair_metrics, pair_rows, weigh_units, weighted
+from hybridflow.algorithms.preferences import held_out, log_ratios, pair_metrics, pair_rows, sequence_log_ratios, weigh_units, weighted
 from hybridflow.algorithms.summary import length_metrics
 from hybridflow.cluster.sharded import ShardedBatch
 from hybridflow.config.schema import AlgorithmConfig, Config
@@ -26,8 +26,7 @@ def dpo_evaluate(flow: Flow, batches: Iterable[ShardedBatch]) -> dict[str, float
     """Held-out loss, accuracy (share of pairs in the right order) and implicit rewards."""
     chosen, rejected = [], []
     for batch in batches:
-        policy, reference = flow.actor.compute_log_prob(batch), flow.reference.compute_ref_log_prob(batch)
-        log_ratio_B = policy.get()["log_prob_sum"] - reference.get()["ref_log_prob_sum"]
+        log_ratio_B = sequence_log_ratios(flow, batch)
         for rows, found in zip(pair_rows(batch.small.columns), (chosen, rejected)):
             found.append(log_ratio_B[rows])
     settings, chosen_P, rejected_P = flow.config.algorithm, torch.cat(chosen), torch.cat(rejected)

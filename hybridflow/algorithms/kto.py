@@ -10,7 +10,7 @@ from hybridflow.algorithms import stages
 from hybridflow.algorithms.base import Algorithm, Flow, Prompts, StepOutput
 from hybridflow.algorithms.minibatch import mini_batches
 from hybridflow.algorithms.preference_losses import kto_loss, right_order
-from hybridflow.algorithms.preferences import held_out, label_means, log_ratios, weigh_labels, weigh_units, weighted
+from hybridflow.algorithms.preferences import held_out, label_means, log_ratios, sequence_log_ratios, weigh_labels, weigh_units, weighted
 from hybridflow.algorithms.summary import length_metrics, mean_of
 from hybridflow.cluster.sharded import ShardedBatch
 from hybridflow.config.schema import AlgorithmConfig, Config
@@ -75,12 +75,6 @@ def mismatched(batch: ShardedBatch) -> ShardedBatch:
     following = torch.roll(torch.arange(len(batch)), -1)
     responses = batch.only("response_ids", "response_length").select(following)
     return batch.only("prompt_ids", "prompt_length").union(responses)
-
-
-def sequence_log_ratios(flow: Flow, batch: ShardedBatch) -> torch.Tensor:
-    """[B] log policy - log reference of each response under the present weights, without gradient."""
-    policy, reference = flow.actor.compute_log_prob(batch), flow.reference.compute_ref_log_prob(batch)
-    return policy.get()["log_prob_sum"] - reference.get()["ref_log_prob_sum"]
 
 
 def reference_point(log_ratio_B: torch.Tensor) -> float:

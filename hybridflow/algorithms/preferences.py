@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 import torch
 
+from hybridflow.algorithms.base import Flow
 from hybridflow.algorithms.losses import trained
 from hybridflow.algorithms.preference_losses import right_order
 from hybridflow.cluster.sharded import ShardedBatch
@@ -32,6 +33,12 @@ def log_ratios(tokens: TokenBatch) -> torch.Tensor:
     tokens = trained(tokens)
     log_ratio_T = tokens.log_prob_T - tokens.columns["ref_log_prob"]
     return log_ratio_T.new_zeros(tokens.rows).index_add(0, tokens.row_T, log_ratio_T)
+
+
+def sequence_log_ratios(flow: Flow, batch: ShardedBatch) -> torch.Tensor:
+    """[B] log policy - log reference of each response under the present weights, without gradient."""
+    policy, reference = flow.actor.compute_log_prob(batch), flow.reference.compute_ref_log_prob(batch)
+    return policy.get()["log_prob_sum"] - reference.get()["ref_log_prob_sum"]
 
 
 def pair_rows(columns: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

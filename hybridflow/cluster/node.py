@@ -7,7 +7,6 @@ import logging
 import os
 import select
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from pathlib import Path
 from hybridflow.cluster import guardian
 from hybridflow.cluster.rendezvous import of_torchrun
 from hybridflow.errors import WorkerError
+from hybridflow.network import free_port
 
 logger = logging.getLogger(__name__)
 SOCKET_FOLDER = "/tmp"  # Ray's unix sockets lie below it: paths longer than 107 bytes cannot be bound
@@ -43,7 +43,7 @@ class RayNode:
 
     def __init__(self, head_address: str | None, *, address: str, token: str, gpus: bool, object_store_gib: float) -> None:
         # Nothing is scaled here, so Ray's autoscaler (the monitor) is not needed.
-        as_head = ["--head", "--port=0", "--include-dashboard=false", "--no-monitor", f"--ray-client-server-port={_free_port()}"]
+        as_head = ["--head", "--port=0", "--include-dashboard=false", "--no-monitor", f"--ray-client-server-port={free_port()}"]
         self._command = [
             sys.executable, "-m", "ray.scripts.scripts", "start", *(["--address", head_address] if head_address else as_head),
             f"--node-ip-address={address}", f"--num-cpus={len(os.sched_getaffinity(0))}", *([] if gpus else ["--num-gpus=0"]),
@@ -119,9 +119,3 @@ class RayNode:
     def _log_tail(self) -> str:
         file = self.folder / "ray_start.log"
         return "\n".join(file.read_text(errors="replace").splitlines()[-20:]) if file.exists() else ""
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]

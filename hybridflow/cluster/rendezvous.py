@@ -9,12 +9,12 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import socket
 import time
 from dataclasses import dataclass
 from datetime import timedelta
 
 from hybridflow.errors import WorkerError
+from hybridflow.network import address_towards
 
 logger = logging.getLogger(__name__)
 POLL_SECONDS = 0.2
@@ -125,13 +125,6 @@ class Rendezvous:
                                   role="torchrun", verb="start")
             time.sleep(POLL_SECONDS)
         return value
-
-
-def address_towards(host: str) -> str:
-    """Address of this machine as `host` sees it (no packet is sent)."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))
-        return probe.getsockname()[0]
 
 
 def node_address(meeting: Rendezvous, timeout: float) -> str:

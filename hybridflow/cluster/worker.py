@@ -25,6 +25,7 @@ from ray import cloudpickle
 from hybridflow.cluster.context import WorkerContext
 from hybridflow.cluster.failure import Failure, describe_exception
 from hybridflow.cluster.rendezvous import of_torchrun
+from hybridflow.network import free_port
 
 STACK_SIGNAL = signal.SIGUSR1  # makes a worker write the stacks of its threads to its stack file
 
@@ -80,13 +81,10 @@ class RankProcess:
     def place(self) -> Place:
         runtime = ray.get_runtime_context()
         gpus = tuple(str(gpu) for gpu in runtime.get_accelerator_ids().get("GPU", []))
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            port = probe.getsockname()[1]
         self.stack_file = tempfile.TemporaryFile("w")  # has no name, so nothing is left of it
         faulthandler.register(STACK_SIGNAL, file=self.stack_file, all_threads=True)
         address = ray.util.get_node_ip_address()
-        return Place(runtime.get_node_id(), socket.gethostname(), address, os.getpid(), gpus, port, self.stack_file.fileno())
+        return Place(runtime.get_node_id(), socket.gethostname(), address, os.getpid(), gpus, free_port(), self.stack_file.fileno())
 
     def configure(self, rank: int, environment: dict[str, str], log_file: str | None) -> None:
         """Set the environment before torch is imported, and send stdout and stderr to the rank's log file."""

@@ -56,11 +56,12 @@ class WeightMap:
         self._last = [final_norm(shape)]
         self._head = output_layer(shape) if head == "lm" else score(shape)
         self.logical: dict[str, Shape] = {}
-        for entry in self._table():
+        table = self._table()
+        for entry in table:
             self.logical.update(zip(entry.sources, entry.cut.logical()))
         # Few are different, of tens of thousands in a model with many experts.
-        self._cuts = dict.fromkeys(entry.cut for entry in self._table() if entry.expert is None)
-        self._expert_cuts = dict.fromkeys(entry.cut for entry in self._table() if entry.expert is not None)
+        self._cuts = dict.fromkeys(entry.cut for entry in table if entry.expert is None)
+        self._expert_cuts = dict.fromkeys(entry.cut for entry in table if entry.expert is not None)
         self._cache: dict[tuple[object, ...], tuple[ShardParameter, ...]] = {}
 
     def _table(self) -> list[Entry]:

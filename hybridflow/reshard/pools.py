@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 from hybridflow.config.layout import GenerationLayout, Layout
+from hybridflow.network import address_towards
 from hybridflow.reshard.agreement import Agreement
 
 HOST_NAME_BYTES = 256
@@ -49,11 +50,8 @@ def cross_pool_group(address: str, port: int, rank: int, world: int, *, device: 
 
 def _gloo_options(address: str, wait: datetime.timedelta) -> ProcessGroupGloo._Options:
     """Over the interface that leads to `address`: a pool that lies on one node has the loopback as gloo's default (cluster/)."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((address, 9))  # sends nothing
-        own = probe.getsockname()[0]
     options = ProcessGroupGloo._Options()
-    options._timeout, options._devices = wait, [ProcessGroupGloo.create_device(hostname=own)]
+    options._timeout, options._devices = wait, [ProcessGroupGloo.create_device(hostname=address_towards(address))]
     return options
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 
 from hybridflow.errors import WeightsDifferError
-from hybridflow.reshard.execute import Resharder
+from hybridflow.reshard.execute import Resharder, TransferReport
+from hybridflow.reshard.ledger import Ledger
 from hybridflow.reshard.plan import Move
 
 CHUNK = 1 << 20  # elements of which the 64-bit terms exist at a time
@@ -41,6 +42,15 @@ def differing(resharder: Resharder) -> list[str]:
     wrong += [_padding_move(resharder, name) for name in _dirty_padding(resharder)]
     text = _describe(wrong[0], own.rank, len(wrong)) if wrong else ""
     return [line for line in resharder.agreement.texts(text, TEXT_BYTES) if line]
+
+
+def transfer(resharder: Resharder, ledger: Ledger, version: int, *, checksum: bool) -> TransferReport:
+    """The phase `reshard` of a sync: move the weights within its deadline and, if `checksum`, compare them. Collective."""
+    with ledger.phase("reshard") as deadline:
+        report = resharder.run(deadline)
+    if checksum:
+        require_equal(resharder, version)
+    return report
 
 
 def require_equal(resharder: Resharder, version: int) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hybridflow.cluster.context import WorkerContext
+from hybridflow.config.batch_rules import longest_sequence
 from hybridflow.config.schema import ActorConfig, Config, PlacedConfig
 from hybridflow.engine.device import Device
 from hybridflow.models.settings import read_hf_config
@@ -19,6 +20,7 @@ from hybridflow.reshard.ledger import Ledger, used_memory
 from hybridflow.reshard.pools import CrossPool
 from hybridflow.reshard.sharing import shared_parameters
 from hybridflow.rollout.engine import RolloutEngine
+from hybridflow.workers.probe import Probe
 
 if TYPE_CHECKING:
     from hybridflow.engine.megatron import MegatronEngine
@@ -61,7 +63,7 @@ def build_rollout(context: WorkerContext, config: Config, shared: dict[str, torc
     rollout = RolloutEngine(
         config.actor.model.path, context.generation, config.rollout, dtype=config.actor.model.dtype,
         device=Device.detect(context.device_name), seed=config.trainer.seed,
-        max_model_len=config.data.max_prompt_length + config.rollout.max_response_length,
+        max_model_len=longest_sequence(config),
         tokenizer_path=config.actor.model.tokenizer_path, shared=shared, sleeps=sleeps,
     )
     parameters = rollout.parameters()
@@ -87,6 +89,13 @@ def build_pool_resharder(config: Config, pool: CrossPool, source: dict[str, torc
     """Moves the trainer's weights to ranks that only generate. source: {} on those, target: {} on the trainer's. Collective."""
     transfer = pool_plan(weights, pool.layout, pool.generation, node_of=pool.nodes())
     return Resharder(transfer, pool.rank, source, target, pool.group, config.rollout.bucket_mib << 20, DTYPES[config.actor.model.dtype])
+
+
+def build_probe(config: Config, resharder: Resharder, weights: WeightMap, *, engine: MegatronEngine | None = None,
+                rollout: RolloutEngine | None = None) -> Probe:
+    """Compares both engines after a sync, or is this rank's side of it where it has one of them."""
+    return Probe(engine, rollout, resharder, vocab=weights.vocab, max_tokens=longest_sequence(config),
+                 interval=config.rollout.probe_interval, dtype=config.actor.model.dtype)
 
 
 def build_ledger(context: WorkerContext, config: Config) -> Ledger:

@@ -14,10 +14,9 @@ from hybridflow.engine.device import Device
 from hybridflow.engine.loss_types import TokenLoss
 from hybridflow.reshard.ledger import GIB, require_memory
 from hybridflow.reshard.phases import Phase
-from hybridflow.reshard.verify import require_equal
+from hybridflow.reshard.verify import transfer
 from hybridflow.workers.actor import ActorWorker
-from hybridflow.workers.build import build_ledger, build_resharder, build_rollout, shared_weights
-from hybridflow.workers.probe import Probe
+from hybridflow.workers.build import build_ledger, build_probe, build_resharder, build_rollout, shared_weights
 
 logger = logging.getLogger(__name__)
 FIX = {
@@ -35,8 +34,7 @@ class ActorRolloutWorker(ActorWorker):
         self.ledger = build_ledger(context, config)
         self.rollout = build_rollout(context, config, shared_weights(context, config, self.engine))
         self.resharder = build_resharder(context, config, self.engine, self.rollout)
-        self.probe = Probe(self.engine, self.rollout, self.resharder, vocab=self.engine.weights.vocab,
-                           max_tokens=self.rollout.max_model_len, interval=config.rollout.probe_interval, dtype=config.actor.model.dtype)
+        self.probe = build_probe(config, self.resharder, self.engine.weights, engine=self.engine, rollout=self.rollout)
         expected = phases(config, context.world, read_model_facts(config.actor.model.path))
         self.predicted = {phase.name: phase.total for phase in expected if phase.name in ("update", "generate")}
 
@@ -55,10 +53,7 @@ class ActorRolloutWorker(ActorWorker):
         with self.ledger.phase("wake_weights", "wake"):
             self._require("weights")
             self.rollout.wake_weights()
-        with self.ledger.phase("reshard") as deadline:
-            report = self.resharder.run(deadline)
-        if self.config.rollout.sync_checksum:
-            require_equal(self.resharder, version)
+        report = transfer(self.resharder, self.ledger, version, checksum=self.config.rollout.sync_checksum)
         self.rollout.set_version(version)
         with self.ledger.phase("wake_kv", "wake"):
             self._require("kv_cache")

@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import logging
-import socket
-from typing import TYPE_CHECKING
 
 from hybridflow.cluster.context import WorkerContext
 from hybridflow.cluster.protocols import Protocol, register
-from hybridflow.config.batch_rules import longest_sequence
 from hybridflow.config.layout import GenerationLayout, Layout
 from hybridflow.config.schema import Config
 from hybridflow.data.batch import Batch
 from hybridflow.engine.device import Device
 from hybridflow.engine.loss_types import TokenLoss
 from hybridflow.models.settings import read_hf_config
-from hybridflow.models.weight_map import WeightMap, weight_map
-from hybridflow.reshard.execute import Resharder
+from hybridflow.models.weight_map import weight_map
+from hybridflow.network import free_port
 from hybridflow.reshard.pools import CrossPool
-from hybridflow.reshard.verify import require_equal
-from hybridflow.rollout.engine import RolloutEngine
+from hybridflow.reshard.verify import transfer
 from hybridflow.workers.actor import ActorWorker
-from hybridflow.workers.build import build_ledger, build_pool_resharder, build_rollout
-from hybridflow.workers.probe import Probe
-
-if TYPE_CHECKING:
-    from hybridflow.engine.megatron import MegatronEngine
+from hybridflow.workers.build import build_ledger, build_pool_resharder, build_probe, build_rollout
 
 logger = logging.getLogger(__name__)
 
@@ -34,13 +26,6 @@ def meet(context: WorkerContext, config: Config, layout: Layout, generation: Gen
     """Join the group of both pools."""
     return CrossPool(layout, generation, context.rank, generates=context.generation is not None, address=address, port=port,
                      device=Device.detect(context.device_name).torch_device, timeout=config.cluster.phase_timeout_seconds)
-
-
-def make_probe(config: Config, resharder: Resharder, weights: WeightMap, *, engine: MegatronEngine | None = None,
-               rollout: RolloutEngine | None = None) -> Probe:
-    """This pool's side of the probe."""
-    return Probe(engine, rollout, resharder, vocab=weights.vocab, max_tokens=longest_sequence(config),
-                 interval=config.rollout.probe_interval, dtype=config.actor.model.dtype)
 
 
 class SendingActorWorker(ActorWorker):
@@ -53,9 +38,7 @@ class SendingActorWorker(ActorWorker):
     @register(Protocol.ONE_TO_ALL)
     def free_port(self) -> int:
         """A port of this rank's node for the two pools to meet at."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return probe.getsockname()[1]
+        return free_port()
 
     @register(Protocol.ONE_TO_ALL)
     def meet_rollout(self, address: str, port: int, generation: GenerationLayout) -> None:
@@ -63,15 +46,12 @@ class SendingActorWorker(ActorWorker):
         pool = meet(self.context, self.config, self.context.layout, generation, address, port)
         weights = self.engine.weights
         self.resharder = build_pool_resharder(self.config, pool, self.engine.parameters(), {}, weights)
-        self.probe = make_probe(self.config, self.resharder, weights, engine=self.engine)
+        self.probe = build_probe(self.config, self.resharder, weights, engine=self.engine)
 
     @register(Protocol.ONE_TO_ALL)
     def send_weights(self, version: int) -> dict[str, float]:
         """Beside RolloutWorker.enter_generation. Returns bytes_sent and the seconds of this rank."""
-        with self.ledger.phase("reshard") as deadline:
-            report = self.resharder.run(deadline)
-        if self.config.rollout.sync_checksum:
-            require_equal(self.resharder, version)
+        report = transfer(self.resharder, self.ledger, version, checksum=self.config.rollout.sync_checksum)
         logger.info("sync to version %d: %s", version, report)
         self.probe.after_sync(version)
         return {"bytes_sent": float(report.bytes_sent)}
@@ -94,16 +74,13 @@ class RolloutWorker:
         pool = meet(self.context, self.config, layout, self.context.generation, address, port)
         weights = weight_map(read_hf_config(self.config.actor.model.path))
         self.resharder = build_pool_resharder(self.config, pool, {}, self.rollout.parameters(), weights)
-        self.probe = make_probe(self.config, self.resharder, weights, rollout=self.rollout)
+        self.probe = build_probe(self.config, self.resharder, weights, rollout=self.rollout)
 
     @register(Protocol.ONE_TO_ALL)
     def enter_generation(self, version: int) -> dict[str, float]:
         """Take the actor's weights and prove them. Returns what the hybrid's enter_generation does, less the memory of training."""
         self.rollout.wake_weights()
-        with self.ledger.phase("reshard") as deadline:
-            report = self.resharder.run(deadline)
-        if self.config.rollout.sync_checksum:
-            require_equal(self.resharder, version)
+        report = transfer(self.resharder, self.ledger, version, checksum=self.config.rollout.sync_checksum)
         self.rollout.set_version(version)
         self.rollout.wake_kv()
         logger.info("sync to version %d: %s\n%s", version, report, self.ledger.text())

@@ -25,7 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.bench.timing import free_port
+from hybridflow.network import free_port
 
 SHAPES = {  # hidden, feed-forward, layers, heads, key-value heads, vocabulary, tied: Qwen2.5 1.5B and 7B
     "tiny": (128, 256, 2, 4, 2, 512, True),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,12 +14,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 from hybridflow.engine.device import Device
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+from hybridflow.network import free_port
 
 
 def local_ranks(world: int, function: Callable[[Any], None], argument: Any) -> int:

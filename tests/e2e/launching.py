@@ -6,7 +6,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -15,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hybridflow.network import free_port
 from hybridflow.observe.metrics import read_metrics
 from hybridflow.observe.rollouts import Rollout, read_rollouts
 from hybridflow.observe.run_folder import RunFolder
@@ -123,12 +123,6 @@ class Launcher:
         chosen = {**self.common, "trainer.name": name, "cluster.ranks_per_node": ranks}
         chosen |= {key.replace("__", "."): value for key, value in settings.items()}
         return [f"{key}={value}" for key, value in chosen.items() if value is not None]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def untimed(rows: list[dict[str, float]]) -> list[dict[str, float]]:

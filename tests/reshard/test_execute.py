@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from hybridflow.config.layout import GenerationLayout, Layout
 from hybridflow.errors import ReshardError
 from hybridflow.models.weight_map import WeightMap, weight_map
+from hybridflow.network import free_port
 from hybridflow.reshard.execute import Resharder, TransferReport
 from hybridflow.reshard.grouping import generation_layout
 from hybridflow.reshard.hybrid import hybrid_plan, pool_plan
 from hybridflow.reshard.plan import plan
 from hybridflow.reshard.pools import CrossPool
-from tests.ranks import RankPool, free_port
+from tests.ranks import RankPool
 from tests.reshard.random_layouts import Case, blank, cases, expected, fill, random_logical
 
 BUCKETS = (64, 1 << 10, 256 << 20)
