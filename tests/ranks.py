@@ -1,10 +1,13 @@
-"""Real ranks for tests: a pool of processes with one gloo world, shared by many tests.
+"""Real ranks for tests: a pool of processes with one world, gloo on CPU or NCCL on GPUs, shared by many tests.
 
     with RankPool(4) as pool:
         results = pool.run(function, *args)      # function(*args) on every rank; list of the results by rank
 
-The function must be importable (top level of a test module). The first rank that raises ends the pool: its traceback is
-the failure, the others are killed, and nothing waits for a collective that will never complete.
+The function must be importable (top level of a test module) and return nothing that lies on a GPU. The first rank that raises
+ends the pool: its traceback is the failure, the others are killed, and nothing waits for a collective that will never complete.
+
+Ranks that outnumber the GPUs share them: everything but the transport is then what several GPUs run. NCCL refuses two ranks of
+one host on one GPU; with a host name of its own each passes for another host, and they talk through sockets.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from hybridflow.engine.device import Device
 from hybridflow.network import free_port
 
 ENVIRONMENT = {
@@ -26,13 +30,42 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
+ON_ONE_GPU = {
+    "NCCL_NET": "Socket",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",  # vLLM's own all-reduces map the memory of another GPU
+    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
+}
 
 
 class RankFailure(AssertionError):
     """A rank raised; the message is its traceback."""
 
 
-def _serve(rank: int, world: int, port: int, pipe: Connection) -> None:
+def shares_gpu() -> bool:
+    """Whether this rank may have a GPU together with another one."""
+    return "NCCL_HOSTID" in os.environ
+
+
+def rank_device() -> Device:
+    """The device of this rank."""
+    import torch.distributed as dist
+
+    return Device.detect("cuda" if dist.get_backend() == "nccl" else "cpu")
+
+
+def _activate(kind: str, world: int, rank: int) -> str:
+    """Backend of the world, after making the rank's device the current one."""
+    import torch
+
+    device = Device.detect(kind)
+    if device.is_cuda and world > torch.cuda.device_count():
+        os.environ.update(ON_ONE_GPU, NCCL_HOSTID=f"rank-{rank}")
+    device.activate()
+    return device.backend
+
+
+def _serve(rank: int, world: int, port: int, kind: str, pipe: Connection) -> None:
     os.environ.update(ENVIRONMENT, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
                       MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     import datetime
@@ -41,7 +74,7 @@ def _serve(rank: int, world: int, port: int, pipe: Connection) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
+    dist.init_process_group(_activate(kind, world, rank), timeout=datetime.timedelta(seconds=120))
     while True:
         job = pipe.recv()
         if job is None:
@@ -56,8 +89,8 @@ def _serve(rank: int, world: int, port: int, pipe: Connection) -> None:
 class RankPool:
     """`world` processes that stay alive between calls, so that imports and process groups are paid once."""
 
-    def __init__(self, world: int, timeout: float = 240.0, preload: Sequence[str] = ()) -> None:
-        """`preload`: slow modules imported once in a server that ranks are forked from, instead of once per rank."""
+    def __init__(self, world: int, timeout: float = 240.0, preload: Sequence[str] = (), kind: str = "cpu") -> None:
+        """`preload`: slow modules imported once in a server that ranks are forked from, instead of once per rank. `kind`: of device."""
         self.world, self.timeout = world, timeout
         context, port = multiprocessing.get_context("forkserver" if preload else "spawn"), free_port()
         if preload:
@@ -65,7 +98,7 @@ class RankPool:
         self.pipes, self.processes = [], []
         for rank in range(world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, world, port, theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, world, port, kind, theirs), daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(ours)

@@ -23,6 +23,23 @@ from tests.ranks import RankPool
 
 PRELOAD = ("hybridflow.engine.megatron", "transformers", "tests.engine.ranks_jobs")
 RELATIVE = 1e-5
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Of a GPU: mean and largest error of log-probs and entropies; relative error of loss and gradient norm; distance of the gradients."""
+
+    mean: float
+    largest: float
+    metrics: float
+    gradients: float
+
+
+EXACT = Bound(1e-5, 1e-4, 5e-5, 5e-5)
+TOLERANCE = {  # by dtype, and whether there are experts: in bfloat16 a router may choose another, whose log-probs differ visibly
+    (torch.float32, False): EXACT, (torch.float32, True): EXACT,
+    (torch.bfloat16, False): Bound(0.05, 0.5, 0.1, 0.1), (torch.bfloat16, True): Bound(0.1, 2.0, 0.15, 0.4),
+}  # fmt: skip
 TEMPERATURE = jobs.TEMPERATURE
 Results = list[dict[str, Any]]
 
@@ -39,9 +56,9 @@ class Ranks:
         return self.layout.tp > 1
 
 
-def start_ranks(layout: Layout) -> Iterator[Ranks]:
+def start_ranks(layout: Layout, kind: str = "cpu") -> Iterator[Ranks]:
     """Body of a fixture."""
-    with RankPool(layout.world, preload=PRELOAD) as pool:
+    with RankPool(layout.world, preload=PRELOAD, kind=kind) as pool:
         yield Ranks(pool, layout)
 
 
@@ -92,6 +109,26 @@ def check_training(results: Results, path: str, options: jobs.Options) -> None:
             assert (gradient.double() - wanted).abs().max() <= RELATIVE * wanted.abs().max(), f"gradient of {name}"
     if "shards" in results[0]:
         check_weights(results, expected)
+
+
+def check_near(results: Results, path: str, options: jobs.Options, bound: Bound) -> None:
+    """For GPUs: log-probs, entropy, metrics of each step and the first gradients are as near to float64 as `bound` says."""
+    expected = expected_update(path, options, len(results[0]["metrics"]))
+    with torch.no_grad():
+        scored = reference_log_probs(load_model(path), jobs.whole_batch(options), TEMPERATURE)
+    for name, values in zip(("log_prob", "entropy"), scored):
+        by_row = {row: value for result in results for row, value in result[name].items()}
+        gap = (torch.cat([by_row[row] for row in sorted(by_row)]).double() - values).abs()
+        assert gap.mean() < bound.mean and gap.max() < bound.largest, f"{name}: mean {gap.mean():.2e}, largest {gap.max():.2e}"
+    assert all(result["metrics"] == results[0]["metrics"] for result in results), "ranks report different metrics"
+    for metrics, reference in zip(results[0]["metrics"], expected.metrics):
+        for name in ("loss", "grad_norm"):
+            assert close(metrics[name], reference[name], bound.metrics), f"{name}: {metrics[name]} instead of {reference[name]}"
+    gradients = join(results, "gradients")
+    assert gradients.keys() == expected.gradients.keys()
+    wrong = sum(float((gradients[name].double() - wanted).square().sum()) for name, wanted in expected.gradients.items())
+    size = sum(float(wanted.square().sum()) for wanted in expected.gradients.values())
+    assert wrong**0.5 < bound.gradients * size**0.5, f"gradients are {(wrong / size) ** 0.5:.2e} of their norm away"
 
 
 def check_weights(results: Results, expected: Reference) -> None:

@@ -65,7 +65,7 @@ def local_batch(engine: MegatronEngine, options: Options) -> tuple[Batch, list[i
 
 
 def shards(engine: MegatronEngine) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in engine.parameters().items()}
+    return {name: tensor.to("cpu", copy=True) for name, tensor in engine.parameters().items()}
 
 
 def gradients(engine: MegatronEngine) -> dict[str, torch.Tensor]:
@@ -76,7 +76,7 @@ def gradients(engine: MegatronEngine) -> dict[str, torch.Tensor]:
             part = bucket.grad_data.chunk(group.size())[group.rank()].clone()
             dist.all_gather_into_tensor(bucket.grad_data, part, group=group)
     trained = named_parameters(engine.chunks)
-    return {name: p.main_grad.clone() if p.requires_grad else torch.zeros_like(p) for name, p in trained.items()}
+    return {name: (p.main_grad if p.requires_grad else torch.zeros_like(p)).to("cpu", copy=True) for name, p in trained.items()}
 
 
 def keep_gradients(engine: MegatronEngine) -> dict[str, torch.Tensor]:

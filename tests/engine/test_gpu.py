@@ -5,7 +5,6 @@ bfloat16 models take Transformer Engine's layers where it is installed; test_lay
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -17,31 +16,12 @@ from hybridflow.engine.attention import attend, packing_of
 from hybridflow.engine.device import Device
 from hybridflow.engine.megatron import MegatronEngine
 from tests.engine import ranks_jobs as jobs
-from tests.engine.parity import close, expected_update, join
-from tests.engine.reference import load_model, reference_log_probs
+from tests.engine.parity import TOLERANCE, check_near
 from tests.engine.tiny import FAMILIES, OPTIMIZER, clipped_ratio, make_batch, make_checkpoint
 from tests.tiny import EXPERTS
 
 pytestmark = pytest.mark.gpu
 CALL = {"temperature": 0.8, "token_budget": 64, "entropy": True}
-
-
-@dataclass(frozen=True)
-class Bound:
-    """Mean and largest error of log-probs and entropies; relative error of loss and gradient norm; distance of the gradients."""
-
-    mean: float
-    largest: float
-    metrics: float
-    gradients: float
-
-
-# In bfloat16 a router may choose another expert for a token, whose log-probs then differ visibly.
-HALF, EXACT = Bound(0.05, 0.5, 0.1, 0.1), Bound(1e-5, 1e-4, 5e-5, 5e-5)
-TOLERANCE = {
-    (torch.float32, False): EXACT, (torch.float32, True): EXACT,
-    (torch.bfloat16, False): HALF, (torch.bfloat16, True): Bound(0.1, 2.0, 0.15, 0.4),
-}  # fmt: skip
 
 
 def build(path: str, device: Device, dtype: torch.dtype, **options: object) -> MegatronEngine:
@@ -61,22 +41,7 @@ def test_log_probs_and_updates(gpu_rank: Device, tmp_path: Path, family: str, dt
     """Log-probs, entropy, metrics of two steps and the first gradients, against Hugging Face in float64."""
     path = make_checkpoint(tmp_path, family)
     options = {"device": "cuda", "dtype": dtype, "rows": 12, "seed": 40, "budget": 96}
-    found = jobs.train(path, Layout(1), options)
-    expected = expected_update(path, options, len(found["metrics"]))
-    with torch.no_grad():
-        scored = reference_log_probs(load_model(path), jobs.whole_batch(options), jobs.TEMPERATURE)
-    bound = TOLERANCE[dtype, family in EXPERTS]
-    for name, values in zip(("log_prob", "entropy"), scored):
-        gap = (torch.cat([found[name][row] for row in sorted(found[name])]).double() - values).abs()
-        assert gap.mean() < bound.mean and gap.max() < bound.largest, f"{name}: mean {gap.mean():.2e}, largest {gap.max():.2e}"
-    for metrics, reference in zip(found["metrics"], expected.metrics):
-        for name in ("loss", "grad_norm"):
-            assert close(metrics[name], reference[name], bound.metrics), f"{name}: {metrics[name]} instead of {reference[name]}"
-    gradients = join([{**found, "gradients": {name: g.cpu() for name, g in found["gradients"].items()}}], "gradients")
-    assert gradients.keys() == expected.gradients.keys()
-    wrong = sum(float((gradients[name].double() - wanted).square().sum()) for name, wanted in expected.gradients.items())
-    size = sum(float(wanted.square().sum()) for wanted in expected.gradients.values())
-    assert wrong**0.5 < bound.gradients * size**0.5, f"gradients are {(wrong / size) ** 0.5:.2e} of their norm away"
+    check_near([jobs.train(path, Layout(1), options)], path, options, TOLERANCE[dtype, family in EXPERTS])
 
 
 def test_offload_frees_memory_and_changes_nothing(gpu_rank: Device, checkpoints: dict[str, str]) -> None:

@@ -19,7 +19,7 @@ from hybridflow.reshard.grouping import generation_layout
 from hybridflow.reshard.hybrid import hybrid_plan, pool_plan
 from hybridflow.reshard.plan import plan
 from hybridflow.reshard.pools import CrossPool
-from tests.ranks import RankPool
+from tests.ranks import RankPool, rank_device
 from tests.reshard.random_layouts import Case, blank, cases, expected, fill, random_logical
 
 BUCKETS = (64, 1 << 10, 256 << 20)
@@ -29,9 +29,9 @@ def move_case(case: Case, bucket_bytes: int, source_dtype: torch.dtype, dtype: t
               group: dist.ProcessGroup | None = None) -> TransferReport:
     """On a rank: two syncs in a row with other values; every target tensor is compared bit by bit."""
     rank = dist.get_rank() if group is None else group.rank()
-    layouts = plan(case.sources, case.targets, node_of=case.node_of)
-    source = fill(case.sources[rank], random_logical(case.logical), source_dtype)
-    target = blank(case.targets[rank], dtype)
+    layouts, device = plan(case.sources, case.targets, node_of=case.node_of), rank_device().torch_device
+    source = on(device, fill(case.sources[rank], random_logical(case.logical), source_dtype))
+    target = on(device, blank(case.targets[rank], dtype))
     resharder = Resharder(layouts, rank, source, target, group, bucket_bytes, dtype)
     for seed in (0, 1):
         logical = random_logical(case.logical, seed)
@@ -39,9 +39,13 @@ def move_case(case: Case, bucket_bytes: int, source_dtype: torch.dtype, dtype: t
             source[name].copy_(tensor)
         report = resharder.run()
         for name, wanted in expected(case.targets[rank], logical, dtype).items():
-            assert torch.equal(target[name], wanted), f"{name} on rank {rank}"
+            assert torch.equal(target[name].cpu(), wanted), f"{name} on rank {rank}"
     assert report.bytes_received == layouts.lower_bound_bytes(rank, dtype.itemsize)
     return report
+
+
+def on(device: torch.device, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -88,7 +92,7 @@ def move_between_pools(weights: WeightMap, port: int) -> TransferReport:
     """
     generates, place = dist.get_rank() < 2, 1 - dist.get_rank() % 2
     pool = CrossPool(Layout(2, tp=2), GenerationLayout(2, 1, ((0,), (1,))), place, generates=generates, address="127.0.0.1", port=port,
-                     device=torch.device("cpu"), timeout=60)
+                     device=rank_device().torch_device, timeout=60)
     assert pool.nodes() == (0, 0, 0, 0)
     whole = pool_plan(weights, pool.layout, pool.generation, node_of=[0, 0, 1, 1])
     sources, targets = ([dict(classes.shards[n]) if n >= 0 else {} for n in classes.of_rank] for classes in (whole.sources, whole.targets))
@@ -98,6 +102,10 @@ def move_between_pools(weights: WeightMap, port: int) -> TransferReport:
 def test_separate_pools(four: RankPool) -> None:
     """Nothing is local; each training rank serves both rollout ranks its half of the matrices, and replicated tensors once."""
     weights = tiny_weights("qwen2", False)
+    check_separate_pools(four, weights)
+
+
+def check_separate_pools(four: RankPool, weights: WeightMap) -> None:
     reports = four.run(move_between_pools, weights, free_port())[::-1]
     whole = 2 * sum(torch.Size(shape).numel() for shape in weights.logical.values())
     assert [(r.bytes_sent, r.bytes_received) for r in reports[2:]] == [(0, whole)] * 2

@@ -18,10 +18,10 @@ from hybridflow.reshard.deadline import Deadline
 from hybridflow.reshard.execute import Resharder
 from hybridflow.reshard.grouping import generation_layout
 from hybridflow.reshard.hybrid import hybrid_plan
-from tests.ranks import RankPool
+from tests.ranks import RankPool, rank_device
 from tests.reshard.conftest import PRELOAD
 from tests.reshard.random_layouts import blank, fill, random_logical
-from tests.reshard.test_execute import tiny_weights
+from tests.reshard.test_execute import on, tiny_weights
 
 VICTIM = 1
 
@@ -29,7 +29,8 @@ VICTIM = 1
 def sync_with_a_bad_rank(weights: WeightMap, stalls: bool, seconds: float) -> tuple[str, str, float]:
     """On a rank of a training layout TP2: one rank dies or stalls at the third bucket. Class, text and seconds of the error."""
     rank, layout = dist.get_rank(), Layout(2, tp=2)
-    source, target = fill(weights.megatron(layout, rank), random_logical(weights.logical)), blank(weights.vllm(1, 0))
+    shards = fill(weights.megatron(layout, rank), random_logical(weights.logical)), blank(weights.vllm(1, 0))
+    source, target = (on(rank_device().torch_device, tensors) for tensors in shards)
     plan = hybrid_plan(weights, layout, generation_layout(layout, 1), node_of=[0, 0])
     resharder = Resharder(plan, rank, source, target, None, 4 << 10)
     assert len(resharder.buckets) > 6
@@ -56,7 +57,14 @@ def sync_with_a_bad_rank(weights: WeightMap, stalls: bool, seconds: float) -> tu
     (True, "PhaseTimeoutError", r"phase 'reshard' did not end within its 2 s: bucket \d+ of \d+, .*ranks \[1\].*rollout.deadlines.reshard"),
 ])
 def test_a_bad_rank_ends_the_sync(stalls: bool, kind: str, text: str) -> None:
-    with RankPool(2, preload=PRELOAD) as pool:
+    result = end_of_a_sync(stalls)
+    assert result[0] == kind and result[2] < 4, result
+    assert re.search(text, result[1]), result[1]
+
+
+def end_of_a_sync(stalls: bool, kind: str = "cpu") -> tuple[str, str, float]:
+    """Class, text and seconds of the surviving rank's error; `kind`: of device."""
+    with RankPool(2, preload=PRELOAD, kind=kind) as pool:
         for pipe in pool.pipes:
             pipe.send((sync_with_a_bad_rank, (tiny_weights("llama", True), stalls, 2.0)))
         good = pool.pipes[1 - VICTIM]
@@ -64,5 +72,4 @@ def test_a_bad_rank_ends_the_sync(stalls: bool, kind: str, text: str) -> None:
         ended, result = good.recv()
         pool.close(kill=True)
     assert ended, result
-    assert result[0] == kind and result[2] < 4, result
-    assert re.search(text, result[1]), result[1]
+    return result

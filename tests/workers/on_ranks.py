@@ -23,6 +23,7 @@ from hybridflow.reshard.verify import differing
 from hybridflow.rollout.engine import RolloutEngine
 from hybridflow.workers.build import build_engine, build_resharder, build_rollout, shared_weights
 from hybridflow.workers.probe import Probe
+from tests.ranks import rank_device, shares_gpu
 
 RESPONSE = 8
 
@@ -46,6 +47,7 @@ def start(name: str, path: str, layout: Layout, dtype: str) -> None:
     config.actor.parallel.sequence_parallel = layout.ep > 1 and layout.tp > 1  # experts cannot do without
     config.data.max_prompt_length, config.rollout.max_response_length = 24, RESPONSE
     config.rollout.kv_cache_gib, config.rollout.max_num_seqs, config.rollout.bucket_mib = 0.01, 16, 1
+    config.rollout.enforce_eager = True
     engine = build_engine(_context(layout), config.actor, config, total_steps=4)
     TRAINERS[name] = Trainer(engine, config)
 
@@ -55,12 +57,21 @@ def attach(name: str, tp_g: int) -> tuple[int, int]:
     trainer = TRAINERS[name]
     context = _context(trainer.engine.layout, tp_g)
     shared = shared_weights(context, trainer.config, trainer.engine)
+    if shares_gpu():
+        _without_peer_memory()
     rollout = build_rollout(context, trainer.config, shared)
     resharder = build_resharder(context, trainer.config, trainer.engine, rollout)
     probe = Probe(trainer.engine, rollout, resharder, vocab=trainer.engine.weights.vocab, max_tokens=rollout.max_model_len, interval=1,
                   dtype=trainer.config.actor.model.dtype)
     trainer.rollouts[tp_g] = rollout, resharder, probe
     return len(resharder.views().shared), len(rollout.parameters())
+
+
+def _without_peer_memory() -> None:
+    """vLLM's all-reduce over peer memory asks for a GPU for each rank; NCCL takes its place."""
+    from vllm.platforms import current_platform
+
+    type(current_platform).use_custom_allreduce = classmethod(lambda cls: False)
 
 
 def generate(name: str, tp_g: int, version: int, prompts: Batch) -> tuple[Batch, float, list[str], int]:
@@ -72,8 +83,9 @@ def generate(name: str, tp_g: int, version: int, prompts: Batch) -> tuple[Batch,
     rollout.wake_kv()
     gap = probe.after_sync(version)["probe_gap"]
     batch = rollout.generate(prompts, step=version, n=1, temperature=1.0, seed=3, version=version)
+    wrong = differing(resharder)
     rollout.sleep()
-    return batch, gap, differing(resharder), report.bytes_received
+    return batch, gap, wrong, report.bytes_received
 
 
 def damaged(name: str, tp_g: int, parameter: str, rank: int) -> str:
@@ -115,4 +127,4 @@ def _raise_likelihood(tokens: TokenBatch) -> LossOutput:
 
 def _context(layout: Layout, tp_g: int | None = None) -> WorkerContext:
     generation = generation_layout(layout, tp_g) if tp_g else None
-    return WorkerContext(dist.get_rank(), layout.world, layout, generation, "cpu", (0,) * layout.world)
+    return WorkerContext(dist.get_rank(), layout.world, layout, generation, rank_device().kind, (0,) * layout.world)

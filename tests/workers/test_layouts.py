@@ -67,7 +67,12 @@ def test_output_equals_hugging_face_across_an_update_and_a_damaged_weight_is_nam
             assert pool.run(on_ranks.update, "qwen2", folder)[0] > 0
     assert sampled[2, 0] == sampled[4, 0] != sampled[2, 1] == sampled[4, 1]
     assert max(received[4]) < max(received[2])
+    check_damage_is_named(pool, "qwen2", 4)
+
+
+def check_damage_is_named(pool: RankPool, model: str, tp_g: int) -> None:
+    """A wrong number in a weight of rank 2."""
     name = "model.layers.1.mlp.down_proj.weight"
-    messages = pool.run(on_ranks.damaged, "qwen2", 4, name, 2)
+    messages = pool.run(on_ranks.damaged, model, tp_g, name, 2)
     assert len({message.splitlines()[-1] for message in messages}) == 1
     assert all(re.search(rf"(?s)version 9: rollout and trainer log-probs.*bound.*\n{name} of rank 2 at", m) for m in messages), messages
