@@ -90,8 +90,12 @@ class RankPool:
     """`world` processes that stay alive between calls, so that imports and process groups are paid once."""
 
     def __init__(self, world: int, timeout: float = 240.0, preload: Sequence[str] = (), kind: str = "cpu") -> None:
-        """`preload`: slow modules imported once in a server that ranks are forked from, instead of once per rank. `kind`: of device."""
+        """`preload`: slow modules imported once in a server that ranks are forked from, instead of once per rank. `kind`: of device.
+
+        On GPUs ranks are spawned: a forked one cannot use CUDA where the server's imports have touched it.
+        """
         self.world, self.timeout = world, timeout
+        preload = () if kind == "cuda" else preload
         context, port = multiprocessing.get_context("forkserver" if preload else "spawn"), free_port()
         if preload:
             context.set_forkserver_preload(list(preload))

@@ -2,6 +2,7 @@
 
     python scripts/bench/reshard.py --tp 8 --tp-g 2                       # 8 gloo ranks on this machine
     torchrun --nproc-per-node 8 scripts/bench/reshard.py --tp 8 --tp-g 2  # GPUs with NCCL (or CPU ranks), any number of nodes
+    torchrun --nproc-per-node 8 scripts/bench/reshard.py --tp 4 --tp-g 2 --pools  # half of the ranks train, the others generate
     python scripts/bench/reshard.py --simulate llama-70b --ranks 1024 --tp 8 --pp 8 --tp-g 4
 
 Each way is checked to give the right weights, then timed: seconds are those of the slowest rank. Extra memory is what the way
@@ -29,7 +30,7 @@ from hybridflow.models.weight_map import WeightMap, weight_map
 from hybridflow.reshard.grouping import consecutive, generation_layout
 from scripts.bench.reshard_models import MODELS, model_config
 from scripts.bench.reshard_simulate import simulate
-from scripts.bench.reshard_ways import GatherAll, GatherEach, Planned, Way, expected, shards
+from scripts.bench.reshard_ways import GatherAll, GatherEach, Planned, Pools, Way, expected, shards
 from scripts.bench.timing import PeakMemory, local_ranks, slowest
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -68,13 +69,16 @@ def measure(way: Way, device: Device, repeats: int) -> Result:
 def bench(arguments: argparse.Namespace) -> None:
     """On one rank of an initialised world; rank 0 prints the table."""
     device = Device.detect("auto" if dist.get_backend() == "nccl" else "cpu")
-    layout = Layout(dist.get_world_size(), tp=arguments.tp, pp=arguments.pp)
+    world = dist.get_world_size() // (2 if arguments.pools else 1)
+    layout = Layout(world, tp=arguments.tp, pp=arguments.pp)
     weights, dtype = weight_map(model_config(arguments.model)), DTYPES[arguments.dtype]
     stride = generation_layout(layout, arguments.tp_g)
     plain = GenerationLayout(layout.world, arguments.tp_g, consecutive(layout.world, arguments.tp_g))
+    ways = [(Pools, plain, "d  separate pools")] if arguments.pools else [
+        (Planned, stride, "a  ours (paper's grouping)"), (Planned, plain, "a' our plan, plain grouping"),
+        (GatherAll, plain, "b  plain: gather the model"), (GatherEach, plain, "c  gather every tensor")]
     results = []
-    for kind, generation, label in ((Planned, stride, "a  ours (paper's grouping)"), (Planned, plain, "a' our plan, plain grouping"),
-                                    (GatherAll, plain, "b  plain: gather the model"), (GatherEach, plain, "c  gather every tensor")):
+    for kind, generation, label in ways:
         way = kind(label, *shards(weights, layout, generation, dtype, device), arguments.bucket_mib << 20)
         results.append(measure(way, device, arguments.repeats))
         del way
@@ -88,20 +92,27 @@ def table(arguments: argparse.Namespace, weights: WeightMap, layout: Layout, res
     total = itemsize * sum(torch.Size(shape).numel() for shape in weights.logical.values())
     t, p, t_g = arguments.tp, arguments.pp, arguments.tp_g
     gather = (t * p - 1) / (t * p)
-    formulas = [max(0.0, (t * p - t_g) / (t_g * t * p)), float("nan"), gather, gather]
+    ours = max(0.0, (t * p - t_g) / (t_g * t * p))
+    formulas = [float("nan")] if arguments.pools else [ours, float("nan"), gather, gather]
     lines = [f"{arguments.model}: M = {total / 1e6:.1f} MB ({arguments.dtype}), {layout.world} ranks, tp {t} pp {p} dp {layout.dp} "
              f"-> tp_g {t_g}, bucket {arguments.bucket_mib} MiB, {arguments.repeats} repeats",
-             f"{'way':<28} {'received MB':>12} {'/ M':>7} {'paper':>7} {'extra MB':>9} {'seconds':>9}  range"]
+             f"{'way':<28} {'received MB':>12} {'/ M':>7} {'paper':>7} {'extra MB':>9} {'GB/s':>7} {'seconds':>9}  range"]
     for result, formula in zip(results, formulas):
         lines.append(f"{result.name:<28} {result.received / 1e6:>12.1f} {result.received / total:>7.3f} {formula:>7.3f} "
-                     f"{result.extra / 1e6:>9.1f} {result.median:>9.3f}  {min(result.seconds):.3f} - {max(result.seconds):.3f}")
+                     f"{result.extra / 1e6:>9.1f} {result.received / result.median / 1e9:>7.1f} {result.median:>9.4f}  "
+                     f"{min(result.seconds):.4f} - {max(result.seconds):.4f}")
+    return "\n".join(lines + ([] if arguments.pools else comparison(arguments, weights, results, itemsize)))
+
+
+def comparison(arguments: argparse.Namespace, weights: WeightMap, results: list[Result], itemsize: int) -> list[str]:
+    """Ratios to the other ways, and the extra memory beside its bound."""
     ours, gathered = results[0], results[3]
-    lines.append(f"ours / (c): bytes {ours.received / gathered.received:.3f}, seconds {ours.median / gathered.median:.3f}; "
-                 f"ours / (b): bytes {ours.received / results[2].received:.3f}, seconds {ours.median / results[2].median:.3f}")
-    largest = itemsize * max(torch.Size(parameter.shape).numel() for parameter in weights.vllm(t_g, 0).values())
+    lines = [f"ours / (c): bytes {ours.received / gathered.received:.3f}, seconds {ours.median / gathered.median:.3f}; "
+                 f"ours / (b): bytes {ours.received / results[2].received:.3f}, seconds {ours.median / results[2].median:.3f}"]
+    largest = itemsize * max(torch.Size(parameter.shape).numel() for parameter in weights.vllm(arguments.tp_g, 0).values())
     bound = (arguments.bucket_mib << 20) + largest
     lines.append(f"extra memory of ours: {ours.extra / 1e6:.1f} MB; bucket + largest parameter of a generation shard: {bound / 1e6:.1f} MB")
-    return "\n".join(lines)
+    return lines
 
 
 def parse() -> argparse.Namespace:
@@ -114,6 +125,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--pp", type=int, default=1)
     parser.add_argument("--ep", type=int, default=1, help="expert parallel (simulation)")
     parser.add_argument("--tp-g", type=int, default=2)
+    parser.add_argument("--pools", action="store_true", help="the first half of the ranks trains, the second generates")
     parser.add_argument("--dtype", default="bfloat16", choices=sorted(DTYPES))
     parser.add_argument("--bucket-mib", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=5)

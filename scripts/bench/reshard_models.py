@@ -17,6 +17,7 @@ def _llama(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, vocab:
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama-111m": _llama(1024, 2816, 8, 16, 8, 8192),
+    "qwen2.5-7b": {**_llama(3584, 18944, 28, 28, 4, 152064), "model_type": "qwen2"},
     "llama-8b": _llama(4096, 14336, 32, 32, 8, 128256),
     "llama-70b": _llama(8192, 28672, 80, 64, 8, 128256),
     "llama-405b": _llama(16384, 53248, 126, 128, 8, 128256),

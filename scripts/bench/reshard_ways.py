@@ -15,8 +15,8 @@ from hybridflow.engine.device import Device
 from hybridflow.models.shards import ShardParameter
 from hybridflow.models.weight_map import WeightMap
 from hybridflow.reshard.execute import Resharder
-from hybridflow.reshard.hybrid import hybrid_plan
-from hybridflow.reshard.plan import Move, plan
+from hybridflow.reshard.hybrid import hybrid_plan, pool_plan
+from hybridflow.reshard.plan import Move, ReshardPlan, plan
 
 warnings.filterwarnings("ignore", message=".*all_gather_into_tensor", category=FutureWarning)  # its new name is not in torch 2.11
 
@@ -30,15 +30,16 @@ def fill(shard: Shard, dtype: torch.dtype, device: Device) -> Tensors:
     for name, parameter in shard.items():
         tensors[name] = torch.zeros(parameter.shape, dtype=dtype, device=device.torch_device)
         for piece in parameter.pieces:
-            tensors[name][piece.local(piece.box).slices()] = _values(piece.tensor, piece.box.start, piece.box.shape).to(dtype)
+            values = _values(piece.tensor, piece.box.start, piece.box.shape, device.torch_device)
+            tensors[name][piece.local(piece.box).slices()] = values.to(dtype)
     return tensors
 
 
-def _values(tensor: str, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+def _values(tensor: str, start: tuple[int, ...], shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
     seed = sum(tensor.encode()) % 61
-    values = torch.full(shape, float(seed))
+    values = torch.full(shape, float(seed), device=device)
     for axis, (first, extent) in enumerate(zip(start, shape)):
-        column = torch.arange(first, first + extent, dtype=torch.float64).mul(axis * 7 + 3).remainder(97.0)
+        column = torch.arange(first, first + extent, dtype=torch.float64, device=device).mul(axis * 7 + 3).remainder(97.0)
         values += column.float().view([-1 if i == axis else 1 for i in range(len(shape))])
     return values
 
@@ -50,12 +51,19 @@ class Way:
                  bucket_bytes: int) -> None:
         self.name, self.weights, self.layout, self.generation = name, weights, layout, generation
         self.dtype, self.device, self.bucket_bytes, self.rank = dtype, device, bucket_bytes, dist.get_rank()
-        self.shard = weights.megatron(layout, self.rank)
-        self.target_shard = weights.vllm(generation.tp, generation.position(self.rank)[1], body=generation.slice_of(self.rank))
+        self.shard, self.target_shard = self.shards()
         self.source = fill(self.shard, dtype, device)
         self.target = {name: torch.zeros(p.shape, dtype=dtype, device=device.torch_device) for name, p in self.target_shard.items()}
         self.received = 0
         self.prepare()
+
+    def shards(self) -> tuple[Shard, Shard]:
+        """What this rank holds, and what it shall hold."""
+        return self.weights.megatron(self.layout, self.rank), self.generation_shard(self.rank)
+
+    def generation_shard(self, place: int) -> Shard:
+        at = self.generation
+        return self.weights.vllm(at.tp, at.position(place)[1], body=at.slice_of(place))
 
     def prepare(self) -> None:
         raise NotImplementedError
@@ -77,11 +85,24 @@ class Planned(Way):
     """hybridflow's plan and executor."""
 
     def prepare(self) -> None:
-        whole = hybrid_plan(self.weights, self.layout, self.generation, node_of=[0] * self.layout.world)
-        self.resharder = Resharder(whole, self.rank, self.source, self.target, None, self.bucket_bytes, self.dtype)
+        self.resharder = Resharder(self.plan(), self.rank, self.source, self.target, None, self.bucket_bytes, self.dtype)
+
+    def plan(self) -> ReshardPlan:
+        return hybrid_plan(self.weights, self.layout, self.generation, node_of=[0] * self.layout.world)
 
     def run(self) -> None:
         self.received = self.resharder.run().bytes_received
+
+
+class Pools(Planned):
+    """The same between ranks that only train, the first ones, and ranks that only generate."""
+
+    def shards(self) -> tuple[Shard, Shard]:
+        place = self.rank - self.layout.world
+        return ({}, self.generation_shard(place)) if place >= 0 else (self.weights.megatron(self.layout, self.rank), {})
+
+    def plan(self) -> ReshardPlan:
+        return pool_plan(self.weights, self.layout, self.generation, node_of=[0] * dist.get_world_size())
 
 
 class _Gathering(Way):

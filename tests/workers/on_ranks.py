@@ -89,13 +89,13 @@ def generate(name: str, tp_g: int, version: int, prompts: Batch) -> tuple[Batch,
 
 
 def damaged(name: str, tp_g: int, parameter: str, rank: int) -> str:
-    """What the probe raises when one number of a generation weight of `rank` is wrong after a sync."""
+    """What the probe raises when one row of a generation weight of `rank` is wrong after a sync."""
     rollout, resharder, probe = TRAINERS[name].rollouts[tp_g]
     rollout.wake_weights()
     resharder.run()
     if dist.get_rank() == rank:
         with torch.no_grad():
-            rollout.parameters()[parameter][3, 5] += 4.0
+            rollout.parameters()[parameter][3] += 4.0
     rollout.set_version(9)
     rollout.wake_kv()
     try:

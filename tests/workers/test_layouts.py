@@ -71,7 +71,7 @@ def test_output_equals_hugging_face_across_an_update_and_a_damaged_weight_is_nam
 
 
 def check_damage_is_named(pool: RankPool, model: str, tp_g: int) -> None:
-    """A wrong number in a weight of rank 2."""
+    """A wrong row in a weight of rank 2."""
     name = "model.layers.1.mlp.down_proj.weight"
     messages = pool.run(on_ranks.damaged, model, tp_g, name, 2)
     assert len({message.splitlines()[-1] for message in messages}) == 1
