@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hybridflow import errors
-from hybridflow.errors import HybridFlowError, WorkerError
+from hybridflow.errors import HybridFlowError, ReshardError, WorkerError
 
 GRACE_SECONDS = 2.0  # after the first failure: time for others to report
 PEER_LOST_GRACE_SECONDS = 15.0  # the same while all we know is that peers lost a peer: its death takes longer to be noticed
@@ -45,11 +45,19 @@ def describe_exception(error: BaseException, rank: int, role: str, verb: str) ->
     """The Failure of an exception caught in a worker process."""
     types = tuple(cls.__name__ for cls in type(error).__mro__ if issubclass(cls, Exception))
     ours = isinstance(error, HybridFlowError)
-    told = isinstance(error, RuntimeError) and _PEER_LOST_TEXT.search(str(error)) is not None
-    lost = not ours and (told or not _PEER_LOST_TYPES.isdisjoint(types))
+    # A sync that broke tells which bucket did; what broke it is the error of the collective below.
+    lost = _peer_lost(error.__cause__ if isinstance(error, ReshardError) else error)
     details = {k: v for k, v in vars(error).items() if isinstance(v, (str, int, float, list))} if ours else {}
     text = "".join(traceback.format_exception(error))
     return Failure(time.time(), rank, role, verb, socket.gethostname(), types, str(error), text, lost, details)
+
+
+def _peer_lost(error: BaseException | None) -> bool:
+    """Whether the error says no more than that another rank is gone."""
+    if error is None or isinstance(error, HybridFlowError):
+        return False
+    told = isinstance(error, RuntimeError) and _PEER_LOST_TEXT.search(str(error)) is not None
+    return told or not _PEER_LOST_TYPES.isdisjoint(cls.__name__ for cls in type(error).__mro__)
 
 
 def first_cause(failures: Iterable[Failure]) -> Failure:

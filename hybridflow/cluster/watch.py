@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -27,6 +28,8 @@ POLL_SECONDS = 0.2  # how often other calls are looked at while one is waited fo
 STACK_SECONDS = 1.0  # time a process gets to write its stacks
 REMOTE_STACK_SECONDS = 10.0  # the same on another node, where a helper process must start first
 LOG_TAIL_LINES = 20
+PROGRESS_BAR = re.compile(r"\d+%\|")  # tqdm's: many lines of a log, none of which says why a process died
+DIED = " without an error of its own; a crash is in its log, and dmesg tells when the kernel killed it for memory"
 _watches: weakref.WeakSet[Watch] = weakref.WeakSet()
 
 
@@ -129,8 +132,9 @@ class Watch:
         except RayError as error:
             died = isinstance(error, RayActorError)
             kind = "WorkerDied" if died else type(error).__name__
-            text = f"process {self.places[rank].pid} died\n{self._log_tail(rank)}" if died else str(error)
-            return Reply(rank, failure=Failure(time.time(), rank, call.role, call.verb, self.places[rank].host, (kind,), text, str(error)))
+            text = f"process {self.places[rank].pid} died{DIED}\n{self._log_tail(rank)}" if died else str(error)
+            trace = "" if died else str(error)  # of a dead process Ray knows no more than that
+            return Reply(rank, failure=Failure(time.time(), rank, call.role, call.verb, self.places[rank].host, (kind,), text, trace))
 
     def _failures(self) -> list[Failure]:
         return [reply.failure for call in self._open for reply in call.replies.values() if reply.failure]
@@ -177,7 +181,8 @@ class Watch:
         path = self.log_files.get(rank)
         if not path or not os.path.exists(path):
             return ""
-        lines = Path(path).read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
+        lines = [line for line in Path(path).read_text(errors="replace").splitlines() if line.strip() and not PROGRESS_BAR.search(line)]
+        lines = lines[-LOG_TAIL_LINES:]
         return f"end of {path}:\n" + "\n".join(lines)
 
 

@@ -245,7 +245,7 @@ class MegatronEngine:
             raise PhaseError(f"{verb} before load: the engine has no weights yet")
         if self._host_weights is not None:
             raise PhaseError(f"{verb} while the weights are offloaded; call onload_weights first")
-        if verb in ("update", "optimizer_state", "load_optimizer_state") and self._offloaded:
+        if self._offloaded and (verb == "update" or "optimizer" in verb):
             raise PhaseError(f"{verb} while the optimizer is offloaded; call onload_optimizer first")
 
     def _evaluate(self, batch: Batch, head: Head, fields: list[str], token_budget: int) -> list[torch.Tensor]:

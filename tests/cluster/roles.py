@@ -6,6 +6,7 @@ import logging
 import mmap
 import os
 import signal
+import sys
 import time
 
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from hybridflow.cluster.protocols import Protocol, register
 from hybridflow.cluster.worker_group import WorkerContext
 from hybridflow.data.batch import Batch, Ragged
+from hybridflow.engine.device import Device
 from hybridflow.errors import ConfigError, NumericsError
 
 
@@ -115,9 +117,15 @@ class Faulty:
 
     @register(Protocol.ONE_TO_ALL)
     def die(self, bad: int) -> None:
+        """While the others wait for it in an all-reduce."""
         if self.context.rank == bad:
+            sys.stdout.write("\r 50%|#####     | 1/2\rlast words\n")
+            sys.stdout.flush()
+            time.sleep(1)
             os.kill(os.getpid(), signal.SIGKILL)
-        dist.all_reduce(torch.ones(1))
+        total = torch.ones(1, device=Device.detect(self.context.device_name).torch_device)
+        dist.all_reduce(total)
+        total.item()
 
     @register(Protocol.ONE_TO_ALL)
     def stall(self, bad: int, seconds: float = 600.0) -> None:

@@ -12,7 +12,7 @@ from hybridflow.cluster.failure import Failure, describe_exception, exit_code, f
 from hybridflow.cluster.pool import ResourcePool
 from hybridflow.cluster.worker_group import WorkerGroup
 from hybridflow.config.layout import Layout
-from hybridflow.errors import ConfigError, HybridFlowError, NumericsError, RewardError, WorkerError
+from hybridflow.errors import ConfigError, HybridFlowError, NumericsError, ReshardError, RewardError, WorkerError
 from tests.cluster.roles import Faulty
 
 
@@ -27,6 +27,16 @@ def test_the_earliest_failure_that_is_no_lost_peer_is_the_cause() -> None:
     assert lost.peer_lost and not late.peer_lost
     assert first_cause([lost, late, early]) is early
     assert first_cause([lost]) is lost
+
+
+def test_a_sync_broken_by_a_dead_peer_is_not_the_cause() -> None:
+    try:
+        raise ReshardError("the transfer broke in bucket 3 of 9") from RuntimeError("Connection closed by peer [127.0.0.1]:2345")
+    except ReshardError as error:
+        broken = failure(0, 1.0, error)
+    died = failure(1, 2.0, KeyError("whatever ended it"))
+    assert broken.peer_lost and first_cause([broken, died]) is died
+    assert not failure(0, 1.0, ReshardError("tensors differ")).peer_lost
 
 
 def test_a_typed_error_stays_typed() -> None:
@@ -83,11 +93,16 @@ def test_a_failure_of_an_earlier_call_ends_a_later_wait(pool: ResourcePool, tmp_
 
 
 def test_a_killed_worker_is_named(pool: ResourcePool, tmp_path: object) -> None:
+    check_killed_worker(pool, tmp_path)
+
+
+def check_killed_worker(pool: ResourcePool, tmp_path: object) -> None:
     group = start(pool, tmp_path)
     begun = time.monotonic()
     with pytest.raises(WorkerError, match=f"rank 1 .*process {group.places[1].pid} died") as caught:
         group.role("faulty").die(bad=1).get()
     assert caught.value.rank == 1 and time.monotonic() - begun < 20
+    assert "last words" in str(caught.value) and "50%" not in str(caught.value)
 
 
 def test_a_missed_deadline_names_verb_and_rank_and_shows_its_stack(pool: ResourcePool, tmp_path: object) -> None:

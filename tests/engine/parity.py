@@ -36,9 +36,11 @@ class Bound:
 
 
 EXACT = Bound(1e-5, 1e-4, 5e-5, 5e-5)
-TOLERANCE = {  # by dtype, and whether there are experts: in bfloat16 a router may choose another, whose log-probs differ visibly
+# By dtype, and whether there are experts: in bfloat16 a router may choose another, whose log-probs differ visibly. Gradients are 10 %
+# away where tensor-parallel ranks add rounded parts.
+TOLERANCE = {
     (torch.float32, False): EXACT, (torch.float32, True): EXACT,
-    (torch.bfloat16, False): Bound(0.05, 0.5, 0.1, 0.1), (torch.bfloat16, True): Bound(0.1, 2.0, 0.15, 0.4),
+    (torch.bfloat16, False): Bound(0.05, 0.5, 0.1, 0.15), (torch.bfloat16, True): Bound(0.1, 2.0, 0.15, 0.4),
 }  # fmt: skip
 TEMPERATURE = jobs.TEMPERATURE
 Results = list[dict[str, Any]]

@@ -219,6 +219,8 @@ def test_calls_in_the_wrong_state(cpu_rank: Device, checkpoints: dict[str, str])
         engine.update(batch, clipped_ratio, **CALL)
     with pytest.raises(PhaseError, match="optimizer_state while the optimizer is offloaded"):
         engine.optimizer_state()
+    with pytest.raises(PhaseError, match="save_optimizer while the optimizer is offloaded"):
+        engine.save_optimizer("nowhere", checkpoints["llama"])
     engine.onload_optimizer()
     engine.offload_weights()
     with pytest.raises(PhaseError, match="log_probs while the weights are offloaded"):

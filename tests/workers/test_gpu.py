@@ -69,7 +69,7 @@ def test_shared_weights_follow_updates_through_graphs_and_sleep(cluster: Cluster
         assert abs(report["probe_gap"] - other["probe_gap"]) < 0.1  # each is within the probe's bound
         assert report["bytes_shared"] > 4 * report["bytes_local"] and other["bytes_shared"] == 0
         saved = other["memory_wake_weights"] - report["memory_wake_weights"]
-        assert saved * GIB > 0.9 * report["bytes_shared"]  # sleeping frees no weight of the trainer, waking takes none
+        assert saved * GIB > report["bytes_shared"] - (64 << 20)  # but for pages of the pool: waking takes no weight of the trainer
         assert report["memory_wake_kv"] - report["memory_reshard"] > 0.9  # the cache of 1 GiB
     assert shared[1]["memory_sleep"] < shared[0]["memory_wake_kv"] - 0.9
 
