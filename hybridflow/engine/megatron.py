@@ -107,6 +107,7 @@ class MegatronEngine:
     def export(self, path: str, source: str, complete: Callable[[Path], None] | None = None) -> None:
         """Write the weights as a Hugging Face model like `source`, which gives configuration and tokenizer (collective; complete or
         absent). complete: called on rank 0 with the folder before it takes its name, to add files."""
+        self._ready("export")
         export(path, source=source, weights=self.weights, layout=self.layout, tensors=self.parameters(), complete=complete)
 
     def weights_changed(self) -> None:
@@ -170,8 +171,7 @@ class MegatronEngine:
         micro_batches = self._micro_batches(batch, token_budget, head, columns=True)
         if not micro_batches:
             raise ValueError("no rank has a response token in this mini-batch: there is nothing to learn from")
-        for chunk in self.chunks:
-            chunk.train()
+        self._set_training(True)
         optimizer.zero_grad()
         results = self._run(micro_batches, training_consumer(head, loss), forward_only=False)
         metrics = merge(results, self.parallel)
@@ -254,8 +254,7 @@ class MegatronEngine:
         found = [torch.zeros(size, dtype=torch.float32, device=self.device.torch_device) for size in sizes]
         micro_batches = self._micro_batches(batch, token_budget, head, columns=False)
         if micro_batches:
-            for chunk in self.chunks:
-                chunk.eval()
+            self._set_training(False)
             for micro, outputs in zip(micro_batches, self._run(micro_batches, scoring_consumer(head), forward_only=True)):
                 for name, values in zip(fields, found):
                     values[micro.rows_R if name.endswith("_R") else micro.source_N] = getattr(outputs, name)
@@ -289,6 +288,11 @@ class MegatronEngine:
 
     def _run(self, micro_batches: list[MicroBatch], consume: Consumer, *, forward_only: bool) -> list[Any]:
         return run(self.chunks, self.config, self.parallel, micro_batches, consume, forward_only=forward_only)
+
+    def _set_training(self, training: bool) -> None:
+        for chunk in self.chunks:
+            if chunk.training != training:  # it visits every module
+                chunk.train(training)
 
     def _from_last_stage(self, values: torch.Tensor) -> None:
         group = self.parallel.groups.pp

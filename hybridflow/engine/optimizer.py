@@ -28,6 +28,7 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+KERNEL = ("fused", "foreach")  # names in torch's parameter groups of what computes the step
 FOREVER = 2**31  # "number of steps" of a schedule that does not decay
 
 
@@ -191,14 +192,13 @@ class Optimizer:
         if shapes != saved:
             raise ModelError("the optimizer state is of another model, layout or rank: its parameters have other shapes")
         for inner, part in zip(self.inner(), state["parts"]):
-            parameters = [p for group in inner.optimizer.param_groups for p in group["params"]]
-            for parameter, main, moments in zip(parameters, part["mains"], part["moments"]):
-                parameter.copy_(main)
-                if self.holds_weights and moments:  # it keeps scales beside the state
-                    inner.optimizer.initialize_state(parameter, store_param_remainders=True)
-                # torch keeps step counts on the host
-                inner.optimizer.state[parameter] = {k: _like(v, parameter) for k, v in moments.items()}
+            values = iter(zip(part["mains"], part["moments"]))
             for group, settings in zip(inner.optimizer.param_groups, part["groups"]):
+                for parameter, (main, moments) in zip(group["params"], values):
+                    parameter.copy_(main)
+                    if self.holds_weights and moments:  # it keeps scales beside the state
+                        inner.optimizer.initialize_state(parameter, store_param_remainders=True)
+                    inner.optimizer.state[parameter] = {k: _placed(v, parameter, group) for k, v in moments.items()}
                 group.update(settings)
         self.scheduler.load_state_dict(state["schedule"])
 
@@ -208,7 +208,8 @@ class Optimizer:
             for group in optimizer.param_groups:
                 if type(optimizer) is torch.optim.AdamW:
                     for parameter in group["params"]:
-                        optimizer.state[parameter]["step"] = torch.tensor(float(steps))  # one each: AdamW advances them in place
+                        # One each: AdamW advances them in place.
+                        optimizer.state[parameter]["step"] = _placed(torch.tensor(float(steps)), parameter, group)
                 else:
                     group["step"] = steps
         self.scheduler.num_steps = 0
@@ -248,14 +249,18 @@ class Optimizer:
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    """What a parameter group says besides its parameters: learning rate, decay, and the step count of fused optimizers."""
-    return {name: _to_host(value) for name, value in group.items() if name != "params"}
+    """What a parameter group says besides its parameters and the kernel for this device: learning rate, decay, and the step count of
+    Transformer Engine's optimizer."""
+    return {name: _to_host(value) for name, value in group.items() if name not in ("params", *KERNEL)}
 
 
 def _to_host(value: Any) -> Any:
     return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
 
 
-def _like(value: Any, parameter: torch.Tensor) -> Any:
-    """A moment where its parameter is; a step count as it was."""
-    return value.to(parameter.device, copy=True) if isinstance(value, torch.Tensor) and value.dim() else _to_host(value)
+def _placed(value: Any, parameter: torch.Tensor, group: dict[str, Any]) -> Any:
+    """A copy where the optimizer wants it: moments beside their parameter, the step count only for the fused kernel, which reads it on
+    the device (it does not check); torch's other kernels keep it on the host."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.to(parameter.device if value.dim() or group.get("fused") else "cpu", copy=True)

@@ -14,6 +14,7 @@ from hybridflow.data.batch import Batch, Ragged
 from hybridflow.engine.device import Device
 from hybridflow.engine.megatron import MegatronEngine
 from hybridflow.engine.model import FUSED_NORMS
+from hybridflow.engine.optimizer import _placed, _settings
 from hybridflow.errors import ConfigError, DataError, ModelError, PhaseError
 from tests.engine.reference import load_model, reference_log_probs, reference_update
 from tests.engine.tiny import OPTIMIZER, VOCAB, clipped_ratio, make_batch, make_checkpoint
@@ -142,6 +143,15 @@ def test_recomputation_changes_nothing(cpu_rank: Device, checkpoints: dict[str, 
         assert again == pytest.approx(plain, rel=1e-6)
 
 
+@pytest.mark.parametrize(("kernel", "expected"), [({"fused": True}, "meta"), ({"fused": None}, "cpu"), ({}, "cpu")])
+def test_step_counts_lie_where_the_kernel_reads_them(kernel: dict, expected: str) -> None:
+    """torch's fused AdamW reads them on the device, unchecked; its others, and those of an optimizer that was saved, on the host."""
+    parameter = torch.empty(2, device="meta")
+    assert _placed(torch.tensor(3.0), parameter, kernel).device.type == expected
+    assert _placed(torch.zeros(2), parameter, kernel).device.type == "meta"
+    assert _settings({"params": [parameter], "lr": 1.0, "fused": True, "foreach": False}) == {"lr": 1.0}
+
+
 def test_bfloat16_keeps_float32_main_weights(cpu_rank: Device, checkpoints: dict[str, str]) -> None:
     """Steps too small for bfloat16 add up: the weights move after many of them, though none of them alone is visible."""
     config = OptimizerConfig(lr=8e-4, weight_decay=0.0, clip_grad=0.0)
@@ -211,6 +221,8 @@ def test_calls_in_the_wrong_state(cpu_rank: Device, checkpoints: dict[str, str])
     unloaded = build(checkpoints["llama"], cpu_rank, load=False)
     with pytest.raises(PhaseError, match="log_probs before load"):
         unloaded.log_probs(batch, **CALL)
+    with pytest.raises(PhaseError, match="export before load"):
+        unloaded.export("nowhere", checkpoints["llama"])
     with pytest.raises(PhaseError, match="inference only"):
         build(checkpoints["llama"], cpu_rank, optimizer=None).update(batch, clipped_ratio, **CALL)
     engine = build(checkpoints["llama"], cpu_rank)
@@ -225,6 +237,8 @@ def test_calls_in_the_wrong_state(cpu_rank: Device, checkpoints: dict[str, str])
     engine.offload_weights()
     with pytest.raises(PhaseError, match="log_probs while the weights are offloaded"):
         engine.log_probs(batch, **CALL)
+    with pytest.raises(PhaseError, match="export while the weights are offloaded"):
+        engine.export("nowhere", checkpoints["llama"])
     engine.onload_weights()
     with pytest.raises(ModelError, match="another model, layout or rank"):
         engine.load_optimizer_state({"parts": [{"mains": [torch.zeros(3)]}]})
