@@ -15,10 +15,12 @@ from hybridflow.algorithms.advantages import group_advantages, mixed_groups
 from hybridflow.algorithms.base import Algorithm, Flow, Prompts, StepOutput
 from hybridflow.algorithms.losses import policy_loss
 from hybridflow.cluster.sharded import ShardedBatch
+from hybridflow.rewards.combine import require_scores
 
 logger = logging.getLogger(__name__)
 
-COUNTERS = ("reward/timeouts", "reward/errors", "reward/abstained")  # metrics of rewards that are numbers of responses
+COUNTERS = frozenset({"reward/timeouts", "reward/errors", "reward/abstained"})  # metrics of rewards that are numbers of responses
+MODEL_COUNTERS = ("/cut", "/unparsed", "/too_long")  # ends of such metrics of reward models
 
 
 def dapo_step(flow: Flow, prompts: Prompts) -> StepOutput:
@@ -36,7 +38,8 @@ def sample_mixed_groups(flow: Flow, prompts: Prompts) -> tuple[ShardedBatch, Pro
 
     Each refill draws about as many prompts as the share of mixed groups so far asks for, at most as many as the first draw. What is
     still missing after the last is filled with groups of equal rewards, the oldest first: their advantage is 0, and the batch keeps
-    its size. Returns the batch, the prompts drawn, and metrics of the reward function and of the refills.
+    its size. Returns the batch, the prompts drawn, and metrics of the reward function and of the refills. Raises RewardError where
+    none of its responses has a reward.
     """
     wanted, drawn, tallies = len(prompts.batch), len(prompts.batch), []
     batch, counts = _scored(flow, prompts)
@@ -47,12 +50,14 @@ def sample_mixed_groups(flow: Flow, prompts: Prompts) -> tuple[ShardedBatch, Pro
         more = flow.draw(min(wanted, math.ceil((wanted - mixed) * drawn / max(mixed, 1))))
         fresh, counts = _scored(flow, more)
         tallies.append((len(fresh), counts))
-        batch, prompts, drawn = ShardedBatch.cat([batch, fresh]), prompts | more, drawn + len(more.batch)
+        batch, prompts, drawn = joined(batch, fresh), prompts | more, drawn + len(more.batch)
     if mixed < wanted:
         logger.warning("after %d refills %d of %d groups have equal rewards and teach nothing: look at the difficulty of the prompts, or "
                        "raise algorithm.max_refills", refills, wanted - mixed, wanted)
     metrics = {"dapo/prompts_drawn": float(drawn), "dapo/mixed_share": mixed / drawn, "dapo/refills": float(refills)}
-    return batch.select(first_groups(batch["reward"], batch["prompt_id"], wanted)), prompts, merged_counts(tallies) | metrics
+    batch = batch.select(first_groups(batch["reward"], batch["prompt_id"], wanted))
+    require_scores(batch["reward"])  # here and not by draw: a refill of few prompts may be one that nobody scores
+    return batch, prompts, merged_counts(tallies) | metrics
 
 
 def first_groups(reward_B: torch.Tensor, prompt_B: torch.Tensor, wanted: int) -> torch.Tensor:
@@ -68,7 +73,17 @@ def first_groups(reward_B: torch.Tensor, prompt_B: torch.Tensor, wanted: int) ->
 
 def _scored(flow: Flow, prompts: Prompts) -> tuple[ShardedBatch, dict[str, float]]:
     batch = stages.sample(flow, prompts)
-    return stages.add_rewards(flow, batch, stages.start_rewards(flow, batch, prompts))
+    return stages.score_rows(flow, batch, stages.start_rewards(flow, batch, prompts))
+
+
+def joined(batch: ShardedBatch, fresh: ShardedBatch) -> ShardedBatch:
+    """The rows of both. A reward function may name some of its numbers in one draw only: they are NaN in the other; texts and token
+    rewards that not both have are left out (the advantages of groups read neither)."""
+    parts = [batch, fresh]
+    numbers = {name for part in parts for name in part.small if all(name in other.small or name not in other for other in parts)}
+    filled = [part.with_columns(**{name: torch.full((len(part),), torch.nan) for name in numbers if name not in part}) for part in parts]
+    shared = [name for name in filled[0].columns if name in numbers or all(name in part.placed for part in parts)]
+    return ShardedBatch.cat([part.only(*shared) for part in filled])
 
 
 def _mixed(batch: ShardedBatch) -> int:
@@ -81,8 +96,9 @@ def merged_counts(tallies: list[tuple[int, dict[str, float]]]) -> dict[str, floa
     merged: dict[str, float] = {}
     for name in dict.fromkeys(name for _, counts in tallies for name in counts):
         found = [(rows, counts[name]) for rows, counts in tallies if name in counts]
-        total = math.fsum(value if name in COUNTERS else rows * value for rows, value in found)
-        merged[name] = total if name in COUNTERS else total / sum(rows for rows, _ in found)
+        counts = name in COUNTERS or (name.startswith("reward_model/") and name.endswith(MODEL_COUNTERS))
+        total = math.fsum(value if counts else rows * value for rows, value in found)
+        merged[name] = total if counts else total / sum(rows for rows, _ in found)
     return merged
 
 DAPO = Algorithm("dapo", dapo_step, {"actor": policy_loss})

@@ -19,6 +19,7 @@ from hybridflow.cluster.sharded import ShardedBatch
 from hybridflow.cluster.worker_group import Future, RoleHandle
 from hybridflow.config.schema import Config
 from hybridflow.data.batch import FINISH_LENGTH
+from hybridflow.rewards.combine import require_scores
 from hybridflow.rewards.sources import PendingReward
 
 
@@ -60,6 +61,13 @@ def add_reference(flow: Flow, batch: ShardedBatch) -> ShardedBatch:
 
 
 def add_rewards(flow: Flow, batch: ShardedBatch, rewards: PendingReward) -> tuple[ShardedBatch, dict[str, float]]:
+    """Adds what score_rows does. Raises RewardError where nobody scored any response."""
+    batch, counts = score_rows(flow, batch, rewards)
+    require_scores(batch["reward"])
+    return batch, counts
+
+
+def score_rows(flow: Flow, batch: ShardedBatch, rewards: PendingReward) -> tuple[ShardedBatch, dict[str, float]]:
     """Adds reward (what was scored; NaN: nobody scored it), score (what the policy is trained on) and trained (int64, 0 or 1)."""
     with flow.timer.phase("reward"):
         scores, (counts,) = rewards.get()
@@ -69,10 +77,11 @@ def add_rewards(flow: Flow, batch: ShardedBatch, rewards: PendingReward) -> tupl
 
 def add_costs(flow: Flow, batch: ShardedBatch, costs: PendingReward) -> tuple[ShardedBatch, dict[str, float]]:
     """Adds cost and each source's columns; responses without one are not trained on. The multiplier learns of the mean cost before it
-    weighs this step."""
+    weighs this step. Raises RewardError where no response has a cost."""
     with flow.timer.phase("cost"):
         costed, (counts,) = costs.get()
     cost_B, multiplier = costed["cost"], flow.controllers["multiplier"]
+    require_scores(cost_B, "cost")
     known_B = ~cost_B.isnan()
     mean = cost_B[known_B].double().mean().item()
     multiplier.update(mean)

@@ -9,7 +9,6 @@ import torch
 from hybridflow.cluster.sharded import ShardedBatch
 from hybridflow.config.schema import Config
 from hybridflow.data.batch import FINISH_LENGTH
-from hybridflow.errors import RewardError
 from hybridflow.rewards.combine import moments
 
 
@@ -32,8 +31,6 @@ def rollout_metrics(batch: ShardedBatch, config: Config) -> dict[str, float]:
     """Rewards (over the scored responses), lengths, entropy, KL, and how rollout and trainer probabilities differ (token means)."""
     length_B, reward_B = batch["response_length"].double(), batch["reward"].double()
     tokens, scored_B = max(length_B.sum().item(), 1.0), reward_B[~reward_B.isnan()]
-    if not len(scored_B):  # DAPO may have kept groups that nobody scored
-        raise RewardError(f"none of the {len(reward_B)} responses has a reward: look at what the reward function or model returned")
     mean, std = moments(reward_B)
     metrics = length_metrics(batch) | {
         "reward/mean": mean,

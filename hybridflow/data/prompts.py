@@ -88,6 +88,13 @@ class PromptDataset:
         """Every column of the file but the prompt, as Python objects: what a reward function gets."""
         return [self.prompts[i].columns for i in indices]
 
+    def column_sets(self) -> dict[frozenset[str], str]:
+        """The sets of columns that rows have beside the prompt (lines of JSON may differ), each with the place of its first row."""
+        found: dict[frozenset[str], str] = {}
+        for prompt in self.prompts:
+            found.setdefault(frozenset(prompt.columns), prompt.place)
+        return found
+
     def _check_column(self, rows: list[Row], setting: str) -> None:
         key = getattr(self.data, setting)
         if not any(key in row.values for row in rows):

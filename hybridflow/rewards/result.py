@@ -13,8 +13,11 @@ from hybridflow.rewards.function import Item
 RESERVED = frozenset({"timeouts", "errors", "abstained", "function", "mean", "std", "min", "max"})  # metrics of our own
 
 
+LARGEST = (2 - 2**-23) * 2.0**127  # of a float32, in which scores are kept
+
+
 class BadValue(Exception):
-    """One response got something that is no reward: NaN, infinite, or not a number."""
+    """One response got something that is no reward: NaN, infinite (also as a float32), or not a number."""
 
 
 class BadShape(Exception):
@@ -76,7 +79,7 @@ def _parse_row(value: Any, item: Item) -> Score:
         return ABSTAINED
     if isinstance(value, list):
         tokens = [_number(token) for token in _token_row(value, item)]
-        return Score(math.fsum(tokens), tokens)
+        return Score(_number(math.fsum(tokens)), tokens)
     return Score(_number(value))
 
 
@@ -94,7 +97,7 @@ def _token_row(value: list, item: Item) -> list:
 def _number(value: Any) -> float:
     if not isinstance(value, numbers.Real):  # bool is one: True counts 1
         raise BadValue(f"returned {value!r} ({type(value).__name__}), expected a number")
-    if not math.isfinite(value):
+    if not abs(value) <= LARGEST:
         raise BadValue(f"returned {value!r}, expected a finite number")
     return float(value)
 
@@ -102,11 +105,15 @@ def _number(value: Any) -> float:
 def _extra(name: str, value: Any) -> float | str | None:
     """A number or a text; None and NaN: this response has none."""
     value = _plain(value)
-    if value is None or isinstance(value, str):
-        return value
+    if isinstance(value, str):
+        return str.__str__(value)  # of a text of the user's own type (an enum), which other processes may not know
+    if value is None or (isinstance(value, numbers.Real) and value != value):
+        return None
     if not isinstance(value, numbers.Real):
         raise BadValue(f"returned {name}={value!r} ({type(value).__name__}), expected a number, a text or None")
-    return None if math.isnan(value) else float(value)
+    if not abs(value) <= LARGEST:
+        raise BadValue(f"returned {name}={value!r}, expected a finite number")
+    return float(value)
 
 
 def _plain(value: Any) -> Any:

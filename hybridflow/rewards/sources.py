@@ -17,7 +17,6 @@ from hybridflow.cluster.sharded import ShardedBatch
 from hybridflow.cluster.worker_group import Future, RoleHandle
 from hybridflow.config.reward_models import JudgeConfig, RewardModelConfig, Scorer, ScorerConfig
 from hybridflow.data.chat import Messages
-from hybridflow.errors import RewardError
 from hybridflow.rewards.combine import moments, weighted_sum
 from hybridflow.rewards.distill import audited
 from hybridflow.rewards.normalize import Normalizer
@@ -149,7 +148,7 @@ class PendingReward:
     training: bool
 
     def get(self) -> tuple[ShardedBatch, list[dict[str, float]]]:
-        """(reward, or cost, and each source's columns, [metrics]). Raises RewardError where no response has a score."""
+        """(reward, or cost, and each source's columns, [metrics]); NaN where no source scored the response."""
         columns, metrics, scores, weights = ShardedBatch(self.rows), {}, {}, {}
         if self.function is not None:
             columns, (metrics,) = self.function.get()
@@ -160,9 +159,6 @@ class PendingReward:
             scores[pending.source.name] = pending.source.normalizer(raw_B) if self.training else raw_B
             weights[pending.source.name] = pending.source.settings.weight
         reward_B = weighted_sum(scores, weights)
-        if self.rows and bool(reward_B.isnan().all()):
-            raise RewardError(f"none of the {self.rows} responses has a {self.what}: {', '.join(scores)} abstained from all of them; look "
-                              f"at when the {self.what} function returns None")
         if self.models and self.function is not None:
             columns = columns.with_columns(**{f"{self.what}/{FUNCTION}": columns[self.what]})
             metrics[f"{self.what}/{FUNCTION}"] = moments(columns[self.what])[0]

@@ -25,6 +25,16 @@ def question(judge: JudgeConfig, prompt: str, response: str, columns: Mapping[st
     return judge.prompt.format_map(values)
 
 
+def field_problems(judge: JudgeConfig, place: str, column_sets: Mapping[frozenset[str], str]) -> list[str]:
+    """Why the question cannot be put about some rows of the data: it names what they do not have. column_sets: the columns that rows
+    have, with where the first such row is."""
+    for columns, where in column_sets.items():
+        if missing := sorted(question_fields(judge) - columns - {"prompt", "response"}):
+            return [f"{place}.prompt names {missing}, but {where} has prompt, response and the columns {sorted(columns)}; "
+                    "write {{ and }} for braces that are no field"]
+    return []
+
+
 def question_fields(judge: JudgeConfig) -> set[str]:
     """The names in braces in judge.prompt."""
     return {name for _, name, _, _ in string.Formatter().parse(judge.prompt) if name is not None}

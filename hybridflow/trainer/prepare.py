@@ -22,6 +22,7 @@ from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.errors import ConfigError, RewardError
 from hybridflow.models.inspect import inspect_model
 from hybridflow.rewards.check import check_reward_function
+from hybridflow.rewards.verdict import field_problems
 from hybridflow.trainer.check import Report, check
 
 
@@ -70,9 +71,10 @@ def prepare(config: Config, world: int) -> Prepared:
     sampler = PromptSampler(len(train), config.data.train_batch_size, config.trainer.seed, config.data.shuffle)
     ptx = DATASETS["responses"](config.data.ptx_files, config.data, tokenizer) if config.data.ptx_files else None
     if rl and uses_function(config.reward):
-        _try_function(config.reward, train, tokenizer, alone=not config.reward_models)
+        _try_function(config.reward, train, validation, tokenizer, alone=not config.reward_models)
     if has_role(config, "cost") and uses_function(config.cost):
-        _try_function(config.cost, train, tokenizer, alone=not config.cost.models)
+        _try_function(config.cost, train, validation, tokenizer, alone=not config.cost.models)
+    _try_questions(config, train, validation)
     steps = config.trainer.steps if config.trainer.steps is not None else sampler.steps(config.trainer.epochs)
     prepared = Prepared(config, algorithm, tokenizer, train, validation, sampler, steps, ptx, report)
     problems = [problem for role in model_roles(config) if role.trained for problem in
@@ -82,9 +84,19 @@ def prepare(config: Config, world: int) -> Prepared:
     return prepared
 
 
-def _try_function(settings: RewardConfig, train: PromptDataset, tokenizer: PreTrainedTokenizerBase, alone: bool) -> None:
+def _try_function(settings: RewardConfig, train: PromptDataset, validation: PromptDataset | None, tokenizer: PreTrainedTokenizerBase,
+                  alone: bool) -> None:
     """Here a reward or cost function that fails is a setting that cannot work: nothing was started yet. alone: nothing else scores."""
     try:
-        check_reward_function(settings, train, tokenizer, alone=alone)
+        check_reward_function(settings, train, tokenizer, alone=alone, validation=validation)
     except RewardError as error:
         raise ConfigError(str(error)) from error
+
+
+def _try_questions(config: Config, train: PromptDataset, validation: PromptDataset | None) -> None:
+    """Every field of a judge's prompt must be a column of every row."""
+    judges = [(role.section, role.settings) for role in model_roles(config) if role.is_judge]
+    problems = [problem for section, judge in judges for rows in (train, validation) if rows is not None
+                for problem in field_problems(judge, section, rows.column_sets())]
+    if problems:
+        raise ConfigError(problems)

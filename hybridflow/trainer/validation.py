@@ -10,6 +10,7 @@ import torch
 from hybridflow.algorithms.base import Flow
 from hybridflow.cluster.sharded import ShardedBatch
 from hybridflow.data.batch import Batch
+from hybridflow.rewards.combine import require_scores
 from hybridflow.trainer.draw import draw
 from hybridflow.trainer.prepare import Prepared
 
@@ -26,7 +27,7 @@ class Validation:
 
 def validate_policy(flow: Flow, prepared: Prepared) -> Validation:
     """Mean reward (of those that have one), mean cost where there is one, and length of one response per validation prompt, at
-    rollout.val_temperature. Needs generation phase."""
+    rollout.val_temperature. Needs generation phase. Raises RewardError where no response has one."""
     config, samples = flow.config, None
     found: dict[str, list[torch.Tensor]] = {"reward": [], "response_length": []} | ({"cost": []} if flow.cost is not None else {})
     for chunk in chunks(prepared):
@@ -41,7 +42,11 @@ def validate_policy(flow: Flow, prepared: Prepared) -> Validation:
         if samples is None:
             shown = batch.select(torch.arange(min(SHOWN, len(batch))))
             samples = shown.fetch()
-    return Validation({f"val/{name}": torch.cat(parts).double().nanmean().item() for name, parts in found.items()}, samples)
+    columns = {name: torch.cat(parts) for name, parts in found.items()}
+    for name in ("reward", "cost"):
+        if name in columns:
+            require_scores(columns[name], name, "validation responses")
+    return Validation({f"val/{name}": column.double().nanmean().item() for name, column in columns.items()}, samples)
 
 
 def validate_given(flow: Flow, prepared: Prepared) -> Validation:

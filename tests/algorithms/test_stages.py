@@ -1,20 +1,23 @@
 """What the controller computes between verbs, from small columns alone."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from hybridflow.algorithms.advantages import group_advantages
-from hybridflow.algorithms.dapo import first_groups, merged_counts
+from hybridflow.algorithms.dapo import first_groups, joined, merged_counts
 from hybridflow.algorithms.minibatch import weigh
 from hybridflow.algorithms.stages import penalised, shaped, trained_rows
 from hybridflow.algorithms.summary import mean_of, rollout_metrics
 from hybridflow.algorithms.token_advantages import TokenAdvantages
-from hybridflow.cluster.sharded import ShardedBatch
+from hybridflow.cluster.sharded import Placement, ShardedBatch
 from hybridflow.config.schema import Config
 from hybridflow.data.batch import FINISH_LENGTH, FINISH_STOP, Batch, Ragged
 from hybridflow.errors import RewardError
+from hybridflow.rewards.combine import require_scores
+from hybridflow.rewards.sources import PendingReward
 
 MAX_LENGTH = 16
 
@@ -73,8 +76,22 @@ def test_c07_metrics_are_over_the_scored_responses() -> None:
     assert metrics["reward/mean"] == pytest.approx(0.65) and metrics["reward/min"] == pytest.approx(0.5)
     assert all(math.isfinite(value) for value in metrics.values())
     assert weights(batch, config_of()) == [1 / 12, 0.0, 0.0, 1 / 12, 1 / 12, 1 / 12], "not scored: not trained on, in no denominator"
-    with pytest.raises(RewardError, match="none of the 2 responses"):
-        rollout_metrics(rollout([3, 3], [math.nan, math.nan]), config_of())
+
+
+@pytest.mark.parametrize("what, of", [("reward", "responses"), ("cost", "validation responses")])
+def test_c07_only_a_batch_that_nobody_scored_at_all_is_an_error(what: str, of: str) -> None:
+    """Not a part of it: DAPO's refill of one prompt, or the last prompts of a validation, may be what a function abstains from."""
+    require_scores(torch.tensor([math.nan, 0.0]), what, of)
+    require_scores(torch.zeros(0), what, of)
+    with pytest.raises(RewardError, match=f"none of the 2 {of} has a {what}.*the {what} function returns None"):
+        require_scores(torch.tensor([math.nan, math.nan]), what, of)
+
+
+def test_c07_a_part_that_nobody_scored_is_handed_on() -> None:
+    """As the reward function's worker gives it, with all of it abstained."""
+    column = ShardedBatch(2, Batch({"reward": torch.full((2,), math.nan)}))
+    scores, _ = PendingReward("reward", SimpleNamespace(get=lambda: (column, [{"reward/abstained": 2.0}])), [], 2, True).get()
+    assert scores["reward"].isnan().all()
 
 
 def test_c03_equal_groups_stay_in_the_denominator() -> None:
@@ -104,9 +121,24 @@ def test_dynamic_sampling_takes_mixed_groups_first_in_the_order_drawn() -> None:
     assert first_groups(rewards, prompts, 4).tolist() == [0, 1, 2, 3, 4, 5, 8, 9], "too few: filled up with the oldest"
 
 
+def test_draws_whose_reward_function_named_other_numbers_are_joined() -> None:
+    """A name may come in the second draw for the first time, or only in the first; a column of texts there is left out."""
+    old = rollout([3, 3], [0.0, 1.0], [0, 0]).with_columns(**{"reward/old": torch.tensor([1.0, 2.0]), "reward/kind": torch.ones(2)})
+    new = rollout([2], [1.0], [1]).with_columns(**{"reward/new": torch.tensor([5.0])})
+    text = Placement((), torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+    both = joined(old, ShardedBatch(1, new.small, {"reward/kind": text}))
+    assert both["prompt_id"].tolist() == [0, 0, 1] and both["reward"].tolist() == [0.0, 1.0, 1.0]
+    assert both["reward/old"].tolist()[:2] == [1.0, 2.0] and both["reward/new"].tolist()[2] == 5.0
+    assert both["reward/old"].isnan().tolist() == [False, False, True] and both["reward/new"].isnan().tolist() == [True, True, False]
+    assert "reward/kind" not in both
+
+
 def test_counts_of_several_draws_add_up_and_means_weigh_by_responses() -> None:
     got = merged_counts([(8, {"reward/timeouts": 1.0, "reward/length": 4.0}), (4, {"reward/timeouts": 2.0, "reward/length": 1.0}), (4, {})])
     assert got == {"reward/timeouts": 3.0, "reward/length": 3.0}
+    models = {"reward_model/rm/cut": 2.0, "reward_model/judge/unparsed": 1.0, "reward_model/judge/too_long": 1.0}
+    both = merged_counts([(8, models | {"reward_model/rm": 4.0})] * 2)
+    assert both == {name: 2 * value for name, value in models.items()} | {"reward_model/rm": 4.0}
 
 
 def test_mismatch_between_rollout_and_trainer_is_measured() -> None:

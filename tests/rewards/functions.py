@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import enum
 import os
 import re
 import signal
@@ -148,10 +149,16 @@ class ArrayLike:
         return self.value
 
 
+class Kind(enum.StrEnum):
+    GOOD = "good"
+
+
 SPECIAL = {
     "none": None, "nan": float("nan"), "inf": float("inf"), "str": "0.5", "list": [1.0], "empty": [], "array": ArrayLike([[1.0]]),
     "no score": {"value": 1.0}, "list extra": {"score": 1.0, "extra": [1.0]}, "reserved": {"score": 1.0, "timeouts": 1.0},
-    "scalar": ArrayLike(0.5), "bool": True, "int": 2,
+    "huge": 1e39, "huge tokens": [3e38] * 2, "inf extra": {"score": 1.0, "extra": float("inf")},
+    "huge extra": {"score": 1.0, "extra": 10**400},
+    "scalar": ArrayLike(0.5), "bool": True, "int": 2, "enum": {"score": 1.0, "kind": Kind.GOOD},
     "object": object(),
 }
 

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from hybridflow.config.reward_models import JudgeConfig
 from hybridflow.config.schema import CostConfig, DataConfig, RewardConfig
 from hybridflow.data.prompts import PromptDataset
 from hybridflow.errors import ConfigError, RewardError
 from hybridflow.rewards.check import check_reward_function
+from hybridflow.rewards.verdict import field_problems
 from tests.tiny import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -74,3 +76,30 @@ def test_a_cost_function_is_named_as_one(dataset: PromptDataset, tmp_path: Path)
                                     ("score", {}, r"cost.function=(.|\n)*\ncost.on_error=score would give such responses cost.error")):
         with pytest.raises((ConfigError, RewardError), match=message):
             check_reward_function(CostConfig(function=f"{tmp_path}/costs.py:{name}", timeout_seconds=20.0, **settings), dataset, TOKENIZER)
+
+
+def rows_of(path: Path, *rows: dict) -> PromptDataset:
+    path.write_text("".join(json.dumps({"prompt": "1+2="} | row) + "\n" for row in rows))
+    return PromptDataset([str(path)], DataConfig(train_files=[]), TOKENIZER)
+
+
+def test_c32_every_row_is_compared_with_the_parameters_and_those_of_validation_too(tmp_path: Path) -> None:
+    """Not the first row alone: the others would fail in the middle of a run. A batched function gets None for what a row lacks."""
+    whole, lacking = rows_of(tmp_path / "a.jsonl", {"answer": 3}), rows_of(tmp_path / "b.jsonl", {"answer": 3}, {"label": 3})
+    nothing = rows_of(tmp_path / "c.jsonl", {})
+    (tmp_path / "mine.py").write_text("def one(prompt, response, answer): return 1.0\n"
+                                      "def many(prompts, responses, answer): return [1.0] * len(responses)\n")
+    for name, dataset, validation, place in (("one", lacking, None, r"b.jsonl, line 2: .*needs \['answer'\], but .*\['label'\]"),
+                                             ("one", whole, lacking, "b.jsonl, line 2"), ("many", whole, nothing, "c.jsonl, line 1")):
+        with pytest.raises(ConfigError, match=place):
+            check_reward_function(RewardConfig(function=f"{tmp_path}/mine.py:{name}"), dataset, TOKENIZER, validation=validation)
+    check_reward_function(RewardConfig(function=f"{tmp_path}/mine.py:many"), whole, TOKENIZER, validation=lacking)
+
+
+def test_c32_a_judge_s_question_is_compared_with_every_row(tmp_path: Path) -> None:
+    sets = rows_of(tmp_path / "a.jsonl", {"answer": 3}, {"label": 3}).column_sets()
+    judge = JudgeConfig(prompt="{prompt} {response} {{x}} {answer}")
+    (problem,) = field_problems(judge, "reward_models.j", sets)
+    assert problem.startswith("reward_models.j.prompt names ['answer'], but ")
+    assert "a.jsonl, line 2 has" in problem and "['label']" in problem
+    assert field_problems(JudgeConfig(), "reward_models.j", sets) == []

@@ -204,14 +204,21 @@ def test_a_crash_is_an_error_not_a_hang(response: str, message: str) -> None:
 
 @pytest.mark.parametrize(("response", "message"), [
     ("nan", "returned nan, expected a finite number"), ("inf", "returned inf"),
+    ("huge", r"returned 1e\+39, expected a finite number"), ("huge tokens", r"returned 6e\+38"),  # scores are float32
+    ("inf extra", "returned extra=inf, expected a finite number"), ("huge extra", "returned extra=10000"),
     ("str", r"returned '0.5' \(str\)"), ("object", "returned <object"),
     ("list extra", r"returned extra=\[1.0\] \(list\), expected a number, a text or None"),
 ])
 def test_c07_a_value_that_is_no_reward_is_an_error(opened_returns: Strict, response: str, message: str) -> None:
     with pytest.raises(RewardError, match=f"for row 1 of 2 .*response '{response}'.*{message}"):
-        score(opened_returns.raising, ["int", response])
-    result = score(opened_returns.scoring, ["int", response])
+        score(opened_returns.raising, ["int", response], response_lengths=[2, 2])
+    result = score(opened_returns.scoring, ["int", response], response_lengths=[2, 2])
     assert result.scores.tolist() == [2.0, -1.0] and result.metrics["reward/errors"] == 1.0
+
+
+def test_a_text_of_the_function_s_own_type_is_a_text(opened_returns: Strict) -> None:
+    kinds = score(opened_returns.raising, ["enum", "int"]).columns["kind"]
+    assert kinds == ["good", None] and type(kinds[0]) is str
 
 
 def test_numbers_of_other_libraries_are_numbers(opened_returns: Strict) -> None:
@@ -262,7 +269,7 @@ def test_no_response_is_no_work() -> None:
 
 
 @pytest.mark.parametrize(("name", "message"), [
-    ("tests.rewards.functions:absent", r"has no function 'absent'; it has \['ArrayLike', 'Scorer'"),
+    ("tests.rewards.functions:absent", r"has no function 'absent'; it has \['ArrayLike', 'Kind', 'Scorer'"),
     ("tests.rewards.functions:NOT_CALLABLE", "has no function"),
     ("tests.rewards.absent:f", "cannot import tests.rewards.absent"), ("no_colon", "must be package.module:name or path/file.py:name"),
     ("absent/file.py:f", "there is no file"), ("tests.rewards.broken:f", "(?s)importing it raised.*this module cannot be imported"),
