@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from hybridflow.models.shards import Box
 from hybridflow.reshard.plan import Move, RankPlan
 
@@ -36,8 +38,11 @@ class Half:
 
 @dataclass
 class Bucket:
+    """What one collective moves; dtype: of its elements on their way."""
+
     send: Half
     receive: Half
+    dtype: torch.dtype
 
 
 def peers(plan: RankPlan) -> int:
@@ -50,17 +55,17 @@ def longest_stream(plan: RankPlan) -> int:
     return max((sum(m.elements for m in moves) for moves in [*plan.sends.values(), *plan.receives.values()]), default=0)
 
 
-def make_buckets(plan: RankPlan, world: int, stream_elements: int) -> list[Bucket]:
+def make_buckets(plan: RankPlan, world: int, stream_elements: int, dtype: torch.dtype) -> list[Bucket]:
     """Buckets in which each stream has at most `stream_elements` elements (the same number on every rank)."""
     sends = {r: _cut_stream(moves, stream_elements, source=True) for r, moves in plan.sends.items()}
     receives = {r: _cut_stream(moves, stream_elements, source=False) for r, moves in plan.receives.items()}
     count = max(map(len, [*sends.values(), *receives.values()]), default=0)
-    return [Bucket(_half(sends, world, k), _half(receives, world, k)) for k in range(count)]
+    return [Bucket(_half(sends, world, k), _half(receives, world, k), dtype) for k in range(count)]
 
 
-def empty_bucket(world: int) -> Bucket:
+def empty_bucket(world: int, dtype: torch.dtype) -> Bucket:
     """For a rank that has nothing left to move while others have."""
-    return Bucket(Half([0] * world), Half([0] * world))
+    return Bucket(Half([0] * world), Half([0] * world), dtype)
 
 
 def _half(streams: dict[int, list[list[tuple[str, Box]]]], world: int, k: int) -> Half:

@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 
 from hybridflow.errors import ReshardError
+from hybridflow.models.tensor_files import stored_dtype
 from hybridflow.reshard.agreement import Agreement, tensor_problem
 from hybridflow.reshard.buckets import Bucket, empty_bucket, longest_stream, make_buckets, peers
 from hybridflow.reshard.deadline import Deadline
-from hybridflow.reshard.plan import ReshardPlan
+from hybridflow.reshard.plan import Move, ReshardPlan
 from hybridflow.reshard.transfer import DEPTH, Pipeline
 from hybridflow.reshard.views import Tensors, Views, addresses
 
@@ -26,7 +27,8 @@ LEAST_BYTES = 1 << 20  # unless a stream would bring less than this to one of th
 
 @dataclass(frozen=True)
 class TransferReport:
-    """What one rank moved in one run. bytes_* count the target's dtype; `buckets` is the number of collectives.
+    """What one rank moved in one run. bytes_* count the dtype of the transfer, inside the rank the target's; `buckets` is the number of
+    collectives.
 
     bytes_local were copied inside this rank, bytes_shared needed no copy (the target is the source's memory). buffer_bytes:
     memory taken for the transfer.
@@ -52,8 +54,8 @@ class Resharder:
     plan: of all ranks of `group` (rank r of the plan is rank r of the group). source, target: live tensors of this rank by
     parameter name ({} where it has none); `run` reads and writes them in place, so their storage may change its values but
     not its shape. Where a target is the memory of the source laid out alike, nothing is done. bucket_bytes: bound of the
-    transfer buffers of this rank. dtype: of the transfer; the target's where the rank has one. Construction is collective
-    over `group`.
+    transfer buffers of this rank. dtype: of the transfer; the target's where the rank has one. Tensors that models keep in
+    float32 beside another dtype (stored_dtype) travel in float32. Construction is collective over `group`.
 
     Raises ReshardError (on every rank) when the tensors are not those of the plan or ranks disagree about the transfer.
     """
@@ -61,8 +63,6 @@ class Resharder:
     def __init__(self, plan: ReshardPlan, rank: int, source: Tensors, target: Tensors, group: dist.ProcessGroup | None,
                  bucket_bytes: int, dtype: torch.dtype | None = None) -> None:
         self.plan, self.own = plan, plan.rank(rank)
-        # Summed here and not in `run`: over hundreds of moves it takes as long as copying a small model on a GPU.
-        self._received, self._sent, self._local = self.own.elements_received, self.own.elements_sent, self.own.elements_local
         self.source, self.target = source, target
         some = next(iter([*target.values(), *source.values()]), torch.empty(0))
         self.device, self.dtype = some.device, dtype or some.dtype
@@ -71,7 +71,11 @@ class Resharder:
                       lambda: self.agreement.amount_problem(self.own)):
             self.agreement.fail_together(check())
         self.buckets = self._make_buckets(bucket_bytes)
-        self.pipeline = Pipeline(self.buckets, group, self.device, self.dtype)
+        self.pipeline = Pipeline(self.buckets, group, self.device)
+        # Summed here and not in `run`: over hundreds of moves it takes as long as copying a small model on a GPU.
+        self._sent = sum(bucket.send.elements * bucket.dtype.itemsize for bucket in self.buckets)
+        self._received = sum(bucket.receive.elements * bucket.dtype.itemsize for bucket in self.buckets)
+        self._local = sum(move.elements * target[move.target].itemsize for move in self.own.local)
         self._views: Views | None = None
         self.agreement.fail_together(self._sharing_problem())
 
@@ -84,9 +88,12 @@ class Resharder:
         start = self._clock()
         views = self.views()
         self.pipeline.run(views, deadline)
-        seconds, size = self._clock() - start, self.dtype.itemsize
-        return TransferReport(self._received * size, self._sent * size, views.elements_copied * size,
-                              (self._local - views.elements_copied) * size, self.pipeline.buffer_bytes, len(self.buckets), seconds)
+        return TransferReport(self._received, self._sent, views.bytes_copied, self._local - views.bytes_copied, self.pipeline.buffer_bytes,
+                              len(self.buckets), self._clock() - start)
+
+    def dtype_of(self, move: Move) -> torch.dtype:
+        """What a region is on its way, the same on both ends."""
+        return stored_dtype(move.tensor, self.dtype)
 
     def views(self) -> Views:
         """Views are made once; a parameter whose storage was replaced (not merely rewritten) is viewed anew."""
@@ -102,18 +109,24 @@ class Resharder:
         return ""
 
     def _make_buckets(self, bucket_bytes: int) -> list[Bucket]:
+        """Those of the transfer's dtype, then those of what stays float32."""
+        dtypes = dict.fromkeys((self.dtype, torch.float32))
+        return [bucket for dtype in dtypes for bucket in self._buckets_of(dtype, bucket_bytes)]
+
+    def _buckets_of(self, dtype: torch.dtype, bucket_bytes: int) -> list[Bucket]:
         """As many on every rank, each with room for all streams of the busiest rank; DEPTH of them are in memory at a time.
 
         A transfer that would fit fewer is cut into PIPELINED all the same: the more parts, the more of the packing is hidden.
         """
-        streams, longest = self.agreement.maximum(peers(self.own), longest_stream(self.own))
+        own = self.own.travelling(lambda move: self.dtype_of(move) is dtype)
+        streams, longest = self.agreement.maximum(peers(own), longest_stream(own))
         if not streams:
             return []
-        room = bucket_bytes // self.dtype.itemsize // streams // DEPTH
-        part = max(-(-longest // PIPELINED), LEAST_BYTES // self.dtype.itemsize)
-        buckets = make_buckets(self.own, self.plan.world, max(1, min(room, part)))
+        room = bucket_bytes // dtype.itemsize // streams // DEPTH
+        part = max(-(-longest // PIPELINED), LEAST_BYTES // dtype.itemsize)
+        buckets = make_buckets(own, self.plan.world, max(1, min(room, part)), dtype)
         (count,) = self.agreement.maximum(len(buckets))
-        return buckets + [empty_bucket(self.plan.world)] * (count - len(buckets))
+        return buckets + [empty_bucket(self.plan.world, dtype)] * (count - len(buckets))
 
     def _clock(self) -> float:
         if self.device.type == "cuda":

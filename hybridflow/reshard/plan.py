@@ -8,7 +8,7 @@ paper's grouping (grouping.py) that is (t p - t_g) / (t_g t p) of the model per 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from hybridflow.errors import ReshardError
@@ -42,6 +42,12 @@ class RankPlan:
     sends: dict[int, list[Move]] = field(default_factory=dict)  # by target rank
     receives: dict[int, list[Move]] = field(default_factory=dict)  # by source rank
     padding: list[tuple[str, Box]] = field(default_factory=list)  # regions of target parameters that hold zeros
+
+    def travelling(self, wanted: Callable[[Move], bool]) -> RankPlan:
+        """Only those sends and receives; both ends must want the same."""
+        sends, receives = ({rank: kept for rank, moves in streams.items() if (kept := list(filter(wanted, moves)))}
+                           for streams in (self.sends, self.receives))
+        return RankPlan(self.rank, sends=sends, receives=receives)
 
     @property
     def elements_local(self) -> int:

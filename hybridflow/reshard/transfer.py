@@ -11,6 +11,7 @@ Two buffers for sending and two for receiving are all the memory this takes.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -25,10 +26,10 @@ POLL_SECONDS = 0.0002
 
 
 class Pipeline:
-    """Moves buckets of `dtype` elements over `group`; `buffer_bytes` is what the last run allocated."""
+    """Moves buckets over `group`; `buffer_bytes` is what the last run allocated."""
 
-    def __init__(self, buckets: list[Bucket], group: dist.ProcessGroup | None, device: torch.device, dtype: torch.dtype) -> None:
-        self.buckets, self.group, self.device, self.dtype = buckets, group, device, dtype
+    def __init__(self, buckets: list[Bucket], group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self.buckets, self.group, self.device = buckets, group, device
         self.buffer_bytes = 0
 
     def run(self, views: Views, deadline: Deadline | None) -> None:
@@ -36,11 +37,11 @@ class Pipeline:
         if not self.buckets:
             _copy_local(views)
             return
-        sends, receives = self._buffers([b.send for b in self.buckets]), self._buffers([b.receive for b in self.buckets])
+        sends, receives = self._buffers(lambda bucket: bucket.send), self._buffers(lambda bucket: bucket.receive)
         self.buffer_bytes = sum(t.nbytes for t in (*sends, *receives))
         works: list[dist.Work] = []
         for k, bucket in enumerate(self.buckets):
-            self._pack(sends[k % DEPTH], bucket.send, views.sends[k])
+            self._pack(sends[k % DEPTH], bucket, views.sends[k])
             works.append(self._start(k, sends[k % DEPTH], receives[k % DEPTH], deadline))
             if k == 0:
                 _copy_local(views)
@@ -49,21 +50,21 @@ class Pipeline:
         self._finish(len(self.buckets) - 1, works[-1], receives, views, deadline)
         self._settle(deadline)
 
-    def _buffers(self, halves: list[Half]) -> list[torch.Tensor]:
-        """One buffer for the even buckets and one for the odd, each as large as its largest."""
-        sizes = [max((half.elements for half in halves[parity::DEPTH]), default=0) for parity in range(DEPTH)]
-        return [torch.empty(size, dtype=self.dtype, device=self.device) for size in sizes]
+    def _buffers(self, half: Callable[[Bucket], Half]) -> list[torch.Tensor]:
+        """Bytes: one buffer for the even buckets and one for the odd, each as large as its largest."""
+        sizes = [max((half(b).elements * b.dtype.itemsize for b in self.buckets[parity::DEPTH]), default=0) for parity in range(DEPTH)]
+        return [torch.empty(size, dtype=torch.uint8, device=self.device) for size in sizes]
 
-    def _pack(self, buffer: torch.Tensor, half: Half, sources: list[torch.Tensor]) -> None:
+    def _pack(self, buffer: torch.Tensor, bucket: Bucket, sources: list[torch.Tensor]) -> None:
         if sources:
-            torch._foreach_copy_(_slots(buffer, half), sources)
+            torch._foreach_copy_(_slots(buffer, bucket.send, bucket.dtype), sources)
 
     def _start(self, k: int, send: torch.Tensor, receive: torch.Tensor, deadline: Deadline | None) -> dist.Work:
         """As bytes: gloo does not know every dtype."""
-        bucket, size = self.buckets[k], self.dtype.itemsize
+        bucket, size = self.buckets[k], self.buckets[k].dtype.itemsize
         try:
             return dist.all_to_all_single(
-                receive[:bucket.receive.elements].view(torch.uint8), send[:bucket.send.elements].view(torch.uint8),
+                receive[:bucket.receive.elements * size], send[:bucket.send.elements * size],
                 [n * size for n in bucket.receive.splits], [n * size for n in bucket.send.splits], group=self.group, async_op=True)
         except RuntimeError as error:
             raise self._failure(k, error, deadline) from error
@@ -75,7 +76,7 @@ class Pipeline:
         except RuntimeError as error:
             raise self._failure(k, error, deadline) from error
         if views.receives[k]:
-            torch._foreach_copy_(views.receives[k], _slots(receives[k % DEPTH], self.buckets[k].receive))
+            torch._foreach_copy_(views.receives[k], _slots(receives[k % DEPTH], self.buckets[k].receive, self.buckets[k].dtype))
 
     def _settle(self, deadline: Deadline | None) -> None:
         """Wait for the queued work of a GPU, at most until the deadline: a lost peer leaves NCCL waiting for ever."""
@@ -92,7 +93,7 @@ class Pipeline:
     def _failure(self, k: int, error: RuntimeError, deadline: Deadline | None) -> Exception:
         bucket = self.buckets[k]
         peers = [r for r, (a, b) in enumerate(zip(bucket.receive.splits, bucket.send.splits)) if a or b]
-        size = bucket.receive.elements * self.dtype.itemsize
+        size = bucket.receive.elements * bucket.dtype.itemsize
         doing = f"bucket {k + 1} of {len(self.buckets)}, {size} bytes to receive, exchanged with ranks {peers}"
         if deadline is not None and deadline.passed:
             return deadline.error(f"{doing}; one of them has not taken part")
@@ -106,5 +107,6 @@ def _copy_local(views: Views) -> None:
         torch._foreach_zero_(views.padding)
 
 
-def _slots(buffer: torch.Tensor, half: Half) -> list[torch.Tensor]:
+def _slots(buffer: torch.Tensor, half: Half, dtype: torch.dtype) -> list[torch.Tensor]:
+    buffer = buffer[:half.elements * dtype.itemsize].view(dtype)
     return [buffer[slot.offset:slot.offset + slot.box.size].view(slot.box.shape) for slot in half.slots]

@@ -77,13 +77,13 @@ def _equal(resharder: Resharder, move: Move) -> bool:
 
 
 def _target_sum(resharder: Resharder, move: Move) -> int:
-    return int(checksum(resharder.target[move.target].detach()[move.target_box.slices()], resharder.dtype))
+    return int(checksum(resharder.target[move.target].detach()[move.target_box.slices()], resharder.dtype_of(move)))
 
 
 def _arriving(resharder: Resharder) -> dict[int, list[int]]:
     """Checksums of what each rank sends here, in the order of the plan."""
     own, world = resharder.own, resharder.plan.world
-    sums = [checksum(resharder.source[m.source].detach()[m.source_box.slices()], resharder.dtype)
+    sums = [checksum(resharder.source[m.source].detach()[m.source_box.slices()], resharder.dtype_of(m))
             for r in sorted(own.sends) for m in own.sends[r]]
     send = torch.stack(sums) if sums else torch.empty(0, dtype=torch.int64, device=resharder.device)
     counts = [len(own.receives.get(r, ())) for r in range(world)]

@@ -28,7 +28,7 @@ class Views:
     padding: list[torch.Tensor]
     sends: list[list[torch.Tensor]]
     receives: list[list[torch.Tensor]]
-    elements_copied: int  # inside this rank
+    bytes_copied: int  # inside this rank
 
     @staticmethod
     def make(own: RankPlan, buckets: list[Bucket], source: Tensors, target: Tensors) -> Views:
@@ -44,4 +44,4 @@ class Views:
             [target[name][box.slices()] for name, box in own.padding if name not in shared],
             [[source[s.name][s.box.slices()] for s in bucket.send.slots] for bucket in buckets],
             [[target[s.name][s.box.slices()] for s in bucket.receive.slots] for bucket in buckets],
-            sum(m.elements for m in copied))
+            sum(m.elements * target[m.target].itemsize for m in copied))

@@ -60,9 +60,11 @@ def test_random_layouts_are_bit_exact(four: RankPool, case: Case, bucket_bytes: 
 def tiny_weights(family: str, tied: bool) -> WeightMap:
     from transformers import AutoConfig  # not at the top: the ranks import this module and have no use for it
 
+    from tests.tiny import EXPERTS
+
     return weight_map(AutoConfig.for_model(
-        family, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2, vocab_size=101,
-        tie_word_embeddings=tied, max_position_embeddings=64))
+        family, **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2,
+                   "vocab_size": 101, "tie_word_embeddings": tied, "max_position_embeddings": 64, **EXPERTS.get(family, {})}))
 
 
 def move_model(weights: WeightMap, layout: Layout, tp_g: int, bucket_bytes: int, dtype: torch.dtype) -> TransferReport:

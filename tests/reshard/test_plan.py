@@ -100,7 +100,7 @@ def test_buckets_of_both_ends_match_for_any_size(case: Case) -> None:
     plans = _plans(case)
     world = len(plans)
     for limit in (1, 3, 1000):
-        buckets = [make_buckets(own, world, limit) for own in plans]
+        buckets = [make_buckets(own, world, limit, torch.float32) for own in plans]
         for source in range(world):
             for target in range(world):
                 sent = [b.send.splits[target] for b in buckets[source]]

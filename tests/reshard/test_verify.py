@@ -6,13 +6,14 @@ import torch
 import torch.distributed as dist
 
 from hybridflow.config.layout import Layout
+from hybridflow.models.tensor_files import KEPT_FLOAT32
 from hybridflow.models.weight_map import WeightMap
 from hybridflow.reshard.execute import Resharder
 from hybridflow.reshard.grouping import generation_layout
 from hybridflow.reshard.hybrid import hybrid_plan
 from hybridflow.reshard.verify import checksum, differing
 from tests.ranks import RankPool
-from tests.reshard.random_layouts import blank, fill, random_logical
+from tests.reshard.random_layouts import blank, expected, fill, random_logical
 from tests.reshard.test_execute import tiny_weights
 
 LAYOUT, TP_G = Layout(4, tp=2, pp=2), 1
@@ -54,6 +55,33 @@ def test_every_rank_learns_which_tensor_differs(four: RankPool) -> None:
     assert len(bit) == 1 and bit[0].startswith(f"{NAME} of rank 1 at [0, 24]") and "of rank 3)" in bit[0]
     assert len(swapped) == 1 and swapped[0].startswith(f"{NAME} of rank 3")
     assert len(padding) == 1 and padding[0].startswith("model.embed_tokens.weight of rank 0") and "padding" in padding[0]
+
+
+def sync_float32_bias(weights: WeightMap) -> tuple[list[str], list[str], list[str], list[str]]:
+    """On a rank of a bfloat16 model: float32 tensors that came from other ranks, those of the target that are not the source's to the
+    bit, and differing() before and after rank 0 flipped the last bit of one that came."""
+    rank, generation = dist.get_rank(), generation_layout(LAYOUT, TP_G)
+    logical = random_logical(weights.logical)
+    shards = weights.megatron(LAYOUT, rank), weights.vllm(TP_G, generation.position(rank)[1])
+    kept = [{name for name, parameter in shard.items() if parameter.pieces[0].tensor.endswith(KEPT_FLOAT32)} for shard in shards]
+    whole, wanted = fill(shards[0], logical), expected(shards[1], logical)
+    source = {name: tensor if name in kept[0] else tensor.bfloat16() for name, tensor in whole.items()}
+    target = {name: torch.empty_like(tensor if name in kept[1] else tensor.bfloat16()) for name, tensor in wanted.items()}
+    resharder = Resharder(hybrid_plan(weights, LAYOUT, generation, node_of=[0] * 4), rank, source, target, None, 8 << 10)
+    resharder.run()
+    came = sorted({move.target for moves in resharder.own.receives.values() for move in moves} & kept[1])
+    wrong = [name for name in kept[1] if not torch.equal(target[name], wanted[name])]
+    clean = differing(resharder)
+    if rank == 0:
+        target[came[0]].view(torch.int32)[0] ^= 1
+    return came, wrong, clean, differing(resharder)
+
+
+def test_a_float32_tensor_of_a_bfloat16_model_arrives_to_the_bit(four: RankPool) -> None:
+    """Rounded, the bias of DeepSeek-V3's router would choose other experts than the trainer's."""
+    for came, wrong, clean, flipped in four.run(sync_float32_bias, tiny_weights("deepseek_v3", tied=False)):
+        assert came and wrong == clean == []
+        assert len(flipped) == 1 and KEPT_FLOAT32 in flipped[0]
 
 
 def test_checksums_see_every_element_and_its_place() -> None:
