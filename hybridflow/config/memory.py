@@ -14,7 +14,7 @@ from hybridflow.config.model_facts import ModelFacts
 from hybridflow.config.placement import ranks_of, rollout_ranks
 from hybridflow.config.roles import ModelRole, generates, model_roles
 from hybridflow.config.schema import ActorConfig, Config, PlacedConfig
-from hybridflow.config.vocabulary import padded_vocab, vllm_vocab
+from hybridflow.config.vocabulary import CHUNK_LOGITS, padded_vocab, vllm_vocab
 
 GRADIENT_BYTES = 4  # gradients are summed in float32
 MOMENT_BYTES = {"float32": 8, "bfloat16": 4}  # AdamW's two moments
@@ -64,14 +64,25 @@ def shared_parameters(facts: ModelFacts, tp: int, pp: int, generation_tp: int) -
     return facts.layers // pp * (facts.layer_parameters(tp) - copied) + ends
 
 
-def activation_bytes(settings: ActorConfig | PlacedConfig, facts: ModelFacts) -> int:
-    """Estimate for one micro-batch of the full token budget on the first stage, which keeps one for each stage behind it."""
-    parallel, tokens = settings.parallel, settings.max_tokens_per_micro_batch
-    cut = facts.head_dim * (2 * facts.heads + 2 * facts.kv_heads) + 4 * facts.ffn  # q, k, v, attention; gate, up, their product, input
-    per_token = 4 * facts.hidden // (parallel.tp if parallel.sequence_parallel else 1) + cut // parallel.tp
+def activation_bytes(settings: ActorConfig | PlacedConfig, facts: ModelFacts, scalar: bool = False) -> int:
+    """Estimate for micro-batches of the full token budget on the first stage, which keeps one for each stage behind it.
+
+    Of every layer what the backward pass reads: the stream of residuals before and after its two norms; queries, keys, values and
+    attention in two layouts; of feed-forwards their inner sizes. tests/engine/test_activation.py holds it against the engine.
+    """
+    parallel, tokens = settings.parallel, settings.max_tokens_per_micro_batch // settings.parallel.cp
+    hidden = facts.hidden // (parallel.tp if parallel.sequence_parallel else 1)
+    attention = facts.head_dim * (3 * facts.heads + 2 * facts.kv_heads)
+    experts = sum(facts.experts.layers) if facts.experts is not None else 0
+    # layers / pp of them, pp micro-batches in flight
+    numbers = facts.layers * (4 * hidden + attention // parallel.tp) + facts.dense_layers * 3 * facts.ffn // parallel.tp
+    if facts.experts is not None:
+        chosen = facts.experts.routing.top * (4 * facts.experts.ffn // parallel.etp + 3 * facts.hidden // 2)
+        numbers += experts * (chosen + 3 * facts.experts.shared_ffn // parallel.tp)
     if settings.recompute == "full":
-        per_token = facts.hidden  # the input of each layer; the inside of one layer is small beside it
-    return tokens // parallel.cp * facts.layers * per_token * BYTES[settings.model.dtype]  # layers / pp, pp micro-batches in flight
+        numbers = facts.layers * hidden + numbers // facts.layers  # the input of each layer, and the inside of one at a time
+    logits = 0 if scalar or parallel.pp > 1 else 2 * 4 * min(CHUNK_LOGITS, tokens * padded_vocab(facts.vocab, parallel.tp) // parallel.tp)
+    return tokens * numbers * BYTES[settings.model.dtype] + logits
 
 
 def phases(config: Config, world: int, facts: ModelFacts, others: Mapping[str, ModelFacts] | None = None) -> list[Phase]:
@@ -85,7 +96,7 @@ def phases(config: Config, world: int, facts: ModelFacts, others: Mapping[str, M
             beside = [other for other in roles if role is other or not (role.own_ranks or other.own_ranks or _parked(other))]
             parts = {name: size for other in beside for name, size in states[other].items()}
             if role.trained:
-                parts["activations (estimate)"] = activation_bytes(role.settings, (others or {}).get(role.name, facts))
+                parts["activations (estimate)"] = activation_bytes(role.settings, (others or {}).get(role.name, facts), role.scalar)
             result.append(Phase(_title(role), parts))
     if generates(config):
         own = rollout_ranks(config)

@@ -1,9 +1,10 @@
-"""Vocabulary sizes as the engines pad them: the one place that says so, for predictions and for the weights themselves."""
+"""Vocabulary sizes as the engines pad and cut them: the one place that says so, for predictions and for the engines themselves."""
 
 from __future__ import annotations
 
 import math
 
+CHUNK_LOGITS = 2**26  # float32 logits that the engine computes at a time (256 MiB); two such buffers exist in a backward pass
 VLLM_MULTIPLE = 64  # DEFAULT_VOCAB_PADDING_SIZE of vLLM's VocabParallelEmbedding
 
 

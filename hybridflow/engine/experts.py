@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from hybridflow.engine import compat  # noqa: F401  (before megatron)
+from hybridflow.engine.activation import swiglu
 
 from megatron.core.transformer.moe.experts import SequentialMLP
 
@@ -30,8 +31,8 @@ class GroupedExperts(SequentialMLP):
         if not grouped_usable(x_TH, second_HF) or not len(x_TH):
             return super().forward(permuted_local_hidden_states, tokens_per_expert, permuted_probs)
         ends_E = tokens_per_expert.to(x_TH.device).cumsum(0).to(torch.int32)
-        gate_TF, up_TF = grouped_linear(x_TH, ends_E, first_FH).chunk(2, dim=-1)
-        inner_TF = (F.silu(gate_TF) * up_TF * permuted_probs[:, None]).to(x_TH.dtype)  # the weights are float32
+        gated_TF = swiglu(grouped_linear(x_TH, ends_E, first_FH))
+        inner_TF = (gated_TF * permuted_probs[:, None]).to(x_TH.dtype)  # the weights are float32
         return grouped_linear(inner_TF, ends_E, second_HF), None
 
     def _weights(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -14,6 +14,7 @@ import torch
 
 from hybridflow.config.schema import TRANSFORMER_IMPLEMENTATIONS
 from hybridflow.engine import compat  # noqa: F401  (before megatron)
+from hybridflow.engine.activation import SwiGLU
 from hybridflow.engine.attention import FLASH_MULTIPLE, PackedAttention
 from hybridflow.engine.device import Device
 from hybridflow.engine.experts import GroupedExperts
@@ -84,7 +85,14 @@ def layer_spec(config: TransformerConfig, settings: MegatronSettings, n: int, la
         _plain_attention(layer.submodules.self_attention.submodules, config, settings, fused)
     if experts is not None:
         layer.submodules.mlp.submodules.router = partial(ExactRouter, routing=experts.routing)
+    for feed_forward in _feed_forwards(layer.submodules.mlp):
+        feed_forward.submodules.activation_func = SwiGLU
     return layer
+
+
+def _feed_forwards(mlp: ModuleSpec) -> list[ModuleSpec]:
+    """Of a dense layer itself; of one with experts, theirs and that of the shared ones."""
+    return [mlp.submodules.experts, mlp.submodules.shared_experts] if hasattr(mlp.submodules, "experts") else [mlp]
 
 
 def _base_spec(experts: int | None, fused: bool) -> ModuleSpec:

@@ -103,6 +103,7 @@ def transformer_config(
         **RECOMPUTE[recompute],
         **_stages(settings.transformer["num_layers"], layout),
         activation_func=F.silu,
+        use_te_activation_func=True,  # "the module of the layer's spec": activation.SwiGLU (layers.py)
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         context_parallel_size=layout.cp,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-CHUNK_LOGITS = 2**26  # float32 numbers of one chunk: 256 MiB
+from hybridflow.config.vocabulary import CHUNK_LOGITS
 
 
 @dataclass(frozen=True)
