@@ -174,7 +174,7 @@ class Watch:
         asked = {_ask_stack(self.places[rank]): rank for rank in ranks if rank not in texts}
         if asked:
             ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=REMOTE_STACK_SECONDS)
-            texts |= {asked[ref]: text for ref, text in zip(ready, ray.get(ready))}
+            texts |= {asked[ref]: _told_stack(ref) for ref in ready}
         return texts
 
     def _log_tail(self, rank: int) -> str:
@@ -193,6 +193,14 @@ def dump_stack(place: Place) -> str:
         time.sleep(STACK_SECONDS)
         return Path(f"/proc/{place.pid}/fd/{place.stack_fd}").read_text(errors="replace").strip()
     except OSError as error:
+        return f"(no stack: {error})"
+
+
+def _told_stack(ref: ray.ObjectRef) -> str:
+    """The answer to _ask_stack: a node that is lost gives none, and must not hide what the stacks are asked for."""
+    try:
+        return ray.get(ref)
+    except RayError as error:
         return f"(no stack: {error})"
 
 

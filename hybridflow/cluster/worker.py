@@ -86,22 +86,24 @@ class RankProcess:
         address = ray.util.get_node_ip_address()
         return Place(runtime.get_node_id(), socket.gethostname(), address, os.getpid(), gpus, free_port(), self.stack_file.fileno())
 
-    def configure(self, rank: int, environment: dict[str, str], log_file: str | None) -> None:
-        """Set the environment before torch is imported, and send stdout and stderr to the rank's log file."""
-        self.rank, self.roles = rank, {}
+    def configure(self, rank: int, environment: dict[str, str], log_file: str | None) -> Reply:
+        """Set the environment before torch is imported, and send stdout and stderr to the rank's log file.
+
+        Nobody waits for it: what goes wrong is told by the next call.
+        """
+        self.rank, self.roles, self.collector = rank, {}, Collector()
         self.failure: Failure | None = None
-        for name in filter(of_torchrun, list(os.environ)):
-            del os.environ[name]
-        os.environ.update(environment)
-        if log_file:
-            Path(log_file).parent.mkdir(parents=True, exist_ok=True)
-            target = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-            os.dup2(target, sys.stdout.fileno())
-            os.dup2(target, sys.stderr.fileno())
-            os.close(target)
-        faulthandler.enable()
-        self.collector = Collector()
-        logging.getLogger().addHandler(self.collector)
+
+        def set_up() -> None:
+            if log_file:
+                _write_to(log_file)
+            for name in filter(of_torchrun, list(os.environ)):
+                del os.environ[name]
+            os.environ.update(environment)
+            faulthandler.enable()
+            logging.getLogger().addHandler(self.collector)
+
+        return self._guarded("worker", "configure", set_up)
 
     def initialize(self, context: WorkerContext, timeout_seconds: float) -> Reply:
         """Join the group's torch.distributed world."""
@@ -138,6 +140,15 @@ class RankProcess:
             self.failure = describe_exception(error, self.rank, role, verb)
             return Reply(self.rank, failure=self.failure, logs=self.collector.take())
         return Reply(self.rank, value, logs=self.collector.take())
+
+
+def _write_to(log_file: str) -> None:
+    """stdout and stderr of this process go there from now on."""
+    Path(log_file).parent.mkdir(parents=True, exist_ok=True)
+    target = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(target, sys.stdout.fileno())
+    os.dup2(target, sys.stderr.fileno())
+    os.close(target)
 
 
 def _join_world(context: WorkerContext, timeout_seconds: float) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from hybridflow.cluster.bootstrap import Cluster
 from hybridflow.cluster.failure import Failure, describe_exception, exit_code, first_cause, worker_error
 from hybridflow.cluster.pool import ResourcePool
+from hybridflow.cluster.worker import RankProcess
 from hybridflow.cluster.worker_group import WorkerGroup
 from hybridflow.config.layout import Layout
 from hybridflow.errors import ConfigError, HybridFlowError, NumericsError, ReshardError, RewardError, WorkerError
@@ -107,11 +110,22 @@ def check_killed_worker(pool: ResourcePool, tmp_path: object) -> None:
 
 def test_a_missed_deadline_names_verb_and_rank_and_shows_its_stack(pool: ResourcePool, tmp_path: object) -> None:
     group = start(pool, tmp_path, phase_timeout=3.0)
+    group._watch.places[0] = replace(group.places[0], node_id="ab" * 28)  # a node that is lost
+    assert "(no stack: " in group._watch._stacks([0])[0]
     begun = time.monotonic()
     with pytest.raises(WorkerError, match=r"faulty.stall took longer than 3.0 s; no answer from ranks 1 ") as caught:
         group.role("faulty").stall(bad=1).get()
     assert time.monotonic() - begun < 15
     assert "roles.py" in str(caught.value) and "in stall" in str(caught.value)
+
+
+def test_a_log_folder_that_cannot_be_made_is_the_cause(tmp_path: Path) -> None:
+    """Of every later call too, which would otherwise fail by what is missing."""
+    (tmp_path / "file").touch()
+    process = RankProcess()
+    told = process.configure(1, {}, str(tmp_path / "file" / "logs" / "rank1.log")).failure
+    assert (told.rank, told.verb, told.types[0]) == (1, "configure", "NotADirectoryError")
+    assert process.call("actor", "update_actor", [], {}, keep=True).failure == told
 
 
 def test_a_role_that_cannot_be_built_keeps_its_error(pool: ResourcePool, tmp_path: object) -> None:
