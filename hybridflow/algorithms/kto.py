@@ -10,7 +10,16 @@ from hybridflow.algorithms import stages
 from hybridflow.algorithms.base import Algorithm, Flow, Prompts, StepOutput
 from hybridflow.algorithms.minibatch import mini_batches
 from hybridflow.algorithms.preference_losses import kto_loss, right_order
-from hybridflow.algorithms.preferences import held_out, label_means, log_ratios, sequence_log_ratios, weigh_labels, weigh_units, weighted
+from hybridflow.algorithms.preferences import (
+    LABELS,
+    held_out,
+    label_means,
+    log_ratios,
+    sequence_log_ratios,
+    weigh_labels,
+    weigh_units,
+    weighted,
+)
 from hybridflow.algorithms.summary import length_metrics, mean_of
 from hybridflow.cluster.sharded import ShardedBatch
 from hybridflow.config.schema import AlgorithmConfig, Config
@@ -20,23 +29,39 @@ from hybridflow.engine.loss_types import LossOutput, TokenBatch, TokenLoss
 def kto_step(flow: Flow, prompts: Prompts) -> StepOutput:
     """Push responses above or below the reference point, which every mini-batch estimates under the weights it starts from."""
     batch = stages.add_reference(flow, prompts.batch)
-    updates = []
+    updates, labels = [], []
     for mini in mini_batches(batch, flow.config, flow.step):
         with flow.timer.phase("reference_point"):
             point = reference_point(sequence_log_ratios(flow, mismatched(mini)))
         with flow.timer.phase("update"):
             weighed = weigh_labels(weigh_units(mini)).with_columns(reference_point=torch.full((len(mini),), point))
             updates.append(flow.actor.update_actor(weighed).first() | {"preference/reference_point": point})
-    return StepOutput(batch, mean_of(updates) | length_metrics(batch))
+            labels.append(mini["label"])
+    return StepOutput(batch, step_means(updates, labels) | length_metrics(batch))
+
+
+def step_means(updates: list[dict[str, float]], labels: list[torch.Tensor]) -> dict[str, float]:
+    """mean_of, but the rewards of either label over all responses that have it: a mini-batch may hold none, and then has no mean."""
+    means = mean_of(updates)
+    for name, number in LABELS.items():
+        key, counts = f"preference/{name}", [int((label_B == number).sum()) for label_B in labels]
+        total = sum(n * update[key] for n, update in zip(counts, updates))
+        del means[key]
+        if sum(counts):
+            means[key] = total / sum(counts)
+    return means
 
 
 def kto_evaluate(flow: Flow, batches: Iterable[ShardedBatch]) -> dict[str, float]:
     """Held-out loss, accuracy (share of responses on their side of the reference point) and rewards."""
+    parts = list(batches)
+    others_of_all, first = mismatched(ShardedBatch.cat(parts)), 0  # over all rows, so that the size of the parts changes nothing
     matched, others, labels = [], [], []
-    for batch in batches:
+    for batch in parts:
         matched.append(sequence_log_ratios(flow, batch))
-        others.append(sequence_log_ratios(flow, mismatched(batch)))
+        others.append(sequence_log_ratios(flow, others_of_all.select(torch.arange(first, first + len(batch)))))
         labels.append(batch["label"])
+        first += len(batch)
     log_ratio_B, desirable_B, settings = torch.cat(matched), torch.cat(labels) == 1, flow.config.algorithm
     point_B = torch.full_like(log_ratio_B, reference_point(torch.cat(others)))
     reward_B = settings.beta * log_ratio_B

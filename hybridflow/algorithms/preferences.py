@@ -65,9 +65,12 @@ def weighted(loss: torch.Tensor, metrics: Mapping[str, torch.Tensor], weight: to
     return LossOutput((loss * weight).sum(), {f"preference/{name}": (value.detach() * weight).sum() for name, value in metrics.items()})
 
 
+LABELS = {"chosen": 1, "rejected": 0}  # the column `label`, by the names of metrics
+
+
 def label_means(values: torch.Tensor, label: torch.Tensor, weight: torch.Tensor) -> dict[str, torch.Tensor]:
     """Weighted sums over the responses of label 1 and of label 0 (0 where there are none); all [R]."""
-    return {name: (values.detach() * weight * (label == number)).sum() for name, number in (("chosen", 1), ("rejected", 0))}
+    return {name: (values.detach() * weight * (label == number)).sum() for name, number in LABELS.items()}
 
 
 def held_out(loss: torch.Tensor, metrics: Mapping[str, torch.Tensor]) -> dict[str, float]:

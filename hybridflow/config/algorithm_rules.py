@@ -11,10 +11,11 @@ def algorithm_problems(config: Config) -> list[str]:
     facts = ALGORITHMS.get(config.algorithm.name)
     if facts is None:
         return []
+    problems = _cost_problems(config) if "cost" in facts.roles else _unread_files(config)
     if not facts.generates:
-        return _preference_problems(config)
-    return _group_problems(config) + _kl_problems(config.algorithm) + _loss_problems(config) + (
-        _critic_problems(config) if "critic" in facts.roles else []) + (_cost_problems(config) if "cost" in facts.roles else [])
+        return problems + _preference_problems(config)
+    return problems + _group_problems(config) + _kl_problems(config) + _loss_problems(config) + critic_warmup_problems(
+        config, config.trainer.steps)
 
 
 def unread_settings(config: Config) -> list[str]:
@@ -32,7 +33,8 @@ def _group_problems(config: Config) -> list[str]:
     return [f"rollout.n={n} with algorithm.name={config.algorithm.name}: {facts.min_n_reason}; use {facts.min_n} or more."]
 
 
-def _kl_problems(algorithm: AlgorithmConfig) -> list[str]:
+def _kl_problems(config: Config) -> list[str]:
+    algorithm, responses = config.algorithm, config.data.train_batch_size * config.rollout.n
     if algorithm.kl_target is None:
         return []
     if algorithm.kl_in != "reward":
@@ -41,6 +43,10 @@ def _kl_problems(algorithm: AlgorithmConfig) -> list[str]:
     if algorithm.kl_coef == 0:
         return [f"algorithm.kl_target={algorithm.kl_target} with algorithm.kl_coef=0: steering multiplies the coefficient, which stays 0; "
                 "set algorithm.kl_coef to its first value, such as 0.01."]
+    if responses >= 5 * algorithm.kl_horizon:  # a fifth of it in kl_horizon responses
+        return [f"algorithm.kl_horizon={algorithm.kl_horizon}: one step of {responses} responses below algorithm.kl_target="
+                f"{algorithm.kl_target} would take algorithm.kl_coef to 0 or turn its sign; nearest that works: {responses // 5 + 1} "
+                "(the responses of many steps are usual)."]
     return []
 
 
@@ -57,12 +63,19 @@ def _loss_problems(config: Config) -> list[str]:
     return problems
 
 
-def _critic_problems(config: Config) -> list[str]:
-    warmup, steps = config.critic.warmup_steps, config.trainer.steps
-    if steps is not None and warmup >= steps:
-        return [f"critic.warmup_steps={warmup} with trainer.steps={steps}: the actor would never be trained; nearest that works: "
-                f"{steps - 1}."]
-    return []
+def critic_warmup_problems(config: Config, steps: int | None) -> list[str]:
+    """Why a run of `steps` steps (None: not known yet) would not train the actor."""
+    warmup, facts = config.critic.warmup_steps, ALGORITHMS.get(config.algorithm.name)
+    if steps is None or facts is None or "critic" not in facts.roles or warmup < steps:
+        return []
+    asked = f"trainer.steps={steps}" if config.trainer.steps is not None else f"trainer.epochs={config.trainer.epochs}, {steps} steps"
+    return [f"critic.warmup_steps={warmup} with {asked}: the actor would never be trained; nearest that works: {steps - 1}."]
+
+
+def _unread_files(config: Config) -> list[str]:
+    if not config.data.ptx_files:
+        return []
+    return [f"data.ptx_files={config.data.ptx_files} with algorithm.name={config.algorithm.name}: only safe_rlhf reads them; remove them."]
 
 
 def _cost_problems(config: Config) -> list[str]:

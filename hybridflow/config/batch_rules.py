@@ -9,7 +9,7 @@ from hybridflow.config.algorithms import ALGORITHMS
 from hybridflow.config.model_facts import ModelFacts
 from hybridflow.config.placement import generation_ranks, layout_of, ranks_of
 from hybridflow.config.ranges import divisors, multiples_near, nearest_values
-from hybridflow.config.roles import generates, model_roles
+from hybridflow.config.roles import generates, has_role, model_roles
 from hybridflow.config.schema import Config
 
 GIB = 1 << 30
@@ -31,6 +31,12 @@ def updates_per_step(config: Config) -> int:
     """Optimizer steps of one rollout: update_epochs passes over its mini-batches."""
     rows = rows_per_step(config)
     return config.algorithm.update_epochs * math.ceil(rows / (config.algorithm.mini_batch_size or rows))
+
+
+def optimizer_steps(config: Config, role: str, steps: int) -> int:
+    """Optimizer steps of a trained role over a run of `steps` steps; the actor sits out critic.warmup_steps where there is a critic."""
+    idle = config.critic.warmup_steps if role == "actor" and has_role(config, "critic") else 0
+    return (steps - idle) * updates_per_step(config)
 
 
 def longest_response(config: Config) -> tuple[str, int]:
@@ -94,9 +100,26 @@ def length_problems(config: Config, facts: ModelFacts | None, others: Mapping[st
             limit = "tokens of the sliding window" if model.window else "positions"
             problems.append(f"{parts}: longer than the {model.longest_sequence} {limit} of {model.path}; nearest that works: "
                             f"a sum of {model.longest_sequence}.")
+    together = longest * rows_per_unit(config)
+    what = f"sequence, {parts}" if together == longest else f"pair of sequences, which stays in one micro-batch, 2 x ({parts})"
     for key, budget in _token_budgets(config).items():
-        if budget < longest:
-            problems.append(f"{key}={budget}: below the longest sequence, {parts}; nearest that works: {longest}.")
+        if budget < together:
+            problems.append(f"{key}={budget}: below the longest {what}; nearest that works: {together}.")
+    return problems + _pretraining_length_problems(config, facts)
+
+
+def _pretraining_length_problems(config: Config, facts: ModelFacts | None) -> list[str]:
+    """The rows of data.ptx_files, which have given responses, in a run that generates its own."""
+    if not config.data.ptx_files or config.algorithm.ptx_coef == 0:
+        return []
+    prompt, response, problems = config.data.max_prompt_length, config.data.max_response_length, []
+    longest, budget = prompt + response, config.actor.max_tokens_per_micro_batch
+    parts = f"data.max_response_length={response} of data.ptx_files: with data.max_prompt_length={prompt} {longest} tokens"
+    if facts is not None and longest > facts.longest_sequence:
+        problems.append(f"{parts}, longer than the {facts.longest_sequence} of {facts.path}; nearest that works: "
+                        f"{facts.longest_sequence - prompt}.")
+    if longest > budget:
+        problems.append(f"{parts}, above actor.max_tokens_per_micro_batch={budget}; nearest that works: {budget - prompt}.")
     return problems
 
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 
 from hybridflow.config.algorithm_rules import algorithm_problems
-from hybridflow.config.batch_rules import batch_problems, engine_problems, length_problems
+from hybridflow.config.batch_rules import batch_problems, engine_problems, length_problems, optimizer_steps
 from hybridflow.config.layout_rules import generation_layout_problems, model_ranks, training_layout_problems, vocabulary_problems
 from hybridflow.config.model_facts import ModelFacts
 from hybridflow.config.optimizer_rules import layer_problems, moments_problems, optimizer_problems
@@ -86,8 +86,20 @@ def _arithmetic_problems(config: Config, world: int, facts: ModelFacts | None, o
     problems = _layout_problems(config, world, facts, others)
     if generates(config):
         problems += engine_problems(config, facts)
-    problems += length_problems(config, facts, others)
+    problems += length_problems(config, facts, others) + _schedule_problems(config)
     return problems + (batch_problems(config, world) if _divides(config, world) else [])
+
+
+def _schedule_problems(config: Config) -> list[str]:
+    """Learning rates against the length of the run, where that does not depend on the data; what it does not change is said already."""
+    steps, problems = config.trainer.steps, []
+    for role in model_roles(config) if steps is not None else ():
+        total = optimizer_steps(config, role.name, steps)
+        if role.trained and total > 0:
+            arguments = f"{role.section}.optimizer", role.settings.optimizer
+            said = optimizer_problems(*arguments)
+            problems += [problem for problem in optimizer_problems(*arguments, total) if problem not in said]
+    return problems
 
 
 def _divides(config: Config, world: int) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hybridflow.config import keys
 from hybridflow.config.algorithm_rules import unread_settings
-from hybridflow.config.batch_rules import GIB, kv_bytes_per_token, longest_sequence, updates_per_step
+from hybridflow.config.batch_rules import GIB, kv_bytes_per_token, longest_sequence
 from hybridflow.config.model_facts import ModelFacts
 from hybridflow.config.render import value_at
 from hybridflow.config.roles import generates, has_role, model_roles
@@ -46,16 +46,12 @@ def _schedule(config: Config) -> list[str]:
     steps, found = config.trainer.steps, []
     if steps is not None and config.trainer.epochs != 1:
         found.append(f"trainer.epochs={config.trainer.epochs} has no effect with trainer.steps={steps}.")
-    updates = steps and steps * updates_per_step(config)
     for role in model_roles(config):
         if not role.trained:
             continue
         optimizer, key = role.settings.optimizer, f"{role.section}.optimizer"
         if optimizer.schedule == "constant" and optimizer.min_lr > 0:
             found.append(f"{key}.min_lr={optimizer.min_lr} has no effect with {key}.schedule=constant.")
-        if updates is not None and optimizer.warmup_steps >= updates:
-            found.append(f"{key}.warmup_steps={optimizer.warmup_steps}: the run has {updates} optimizer steps and never reaches "
-                         f"the peak, {key}.lr={optimizer.lr}.")
     return found
 
 

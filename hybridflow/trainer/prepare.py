@@ -8,11 +8,12 @@ from transformers import PreTrainedTokenizerBase
 
 from hybridflow.algorithms.base import Algorithm
 from hybridflow.algorithms.registry import get_algorithm
+from hybridflow.config.algorithm_rules import critic_warmup_problems
 from hybridflow.config.algorithms import ALGORITHMS
-from hybridflow.config.batch_rules import updates_per_step
+from hybridflow.config.batch_rules import optimizer_steps
 from hybridflow.config.layout import GenerationLayout
 from hybridflow.config.optimizer_rules import optimizer_problems
-from hybridflow.config.placement import ACTOR, Placement
+from hybridflow.config.placement import Placement
 from hybridflow.config.roles import generates, has_role, model_roles, uses_function
 from hybridflow.config.schema import Config, RewardConfig
 from hybridflow.data.preferences import DATASETS
@@ -41,9 +42,8 @@ class Prepared:
     report: Report
 
     def optimizer_steps(self, role: str) -> int:
-        """Optimizer steps of a trained role over the whole run; the actor sits out critic.warmup_steps where there is a critic."""
-        idle = self.config.critic.warmup_steps if role == ACTOR and has_role(self.config, "critic") else 0
-        return (self.steps - idle) * updates_per_step(self.config)
+        """Optimizer steps of a trained role over the whole run."""
+        return optimizer_steps(self.config, role, self.steps)
 
     @property
     def placement(self) -> Placement:
@@ -77,7 +77,8 @@ def prepare(config: Config, world: int) -> Prepared:
     _try_questions(config, train, validation)
     steps = config.trainer.steps if config.trainer.steps is not None else sampler.steps(config.trainer.epochs)
     prepared = Prepared(config, algorithm, tokenizer, train, validation, sampler, steps, ptx, report)
-    problems = [problem for role in model_roles(config) if role.trained for problem in
+    problems = critic_warmup_problems(config, steps)  # without trainer.steps known from the data alone
+    problems = problems or [problem for role in model_roles(config) if role.trained for problem in
                 optimizer_problems(f"{role.section}.optimizer", role.settings.optimizer, prepared.optimizer_steps(role.name))]
     if problems:
         raise ConfigError(problems)

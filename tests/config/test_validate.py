@@ -21,6 +21,8 @@ def test_the_complete_configuration_is_valid() -> None:
         assert validate(config_of(), world, facts) == []
 
 
+PTX: Changes = {"algorithm__name": "safe_rlhf", "cost__function": "a:b", "algorithm__ptx_coef": 0.1, "data__ptx_files": ["b.jsonl"]}
+
 # (world, facts, changes that fail, parts of the one message, the same with a value that passes)
 RULES: list[tuple[int, ModelFacts | None, Changes, list[str], Changes]] = [
     # ranges and choices
@@ -142,6 +144,9 @@ RULES: list[tuple[int, ModelFacts | None, Changes, list[str], Changes]] = [
      {"algorithm__kl_target": 0.1, "algorithm__kl_in": "reward", "algorithm__kl_coef": 0.01}),
     (1, None, {"algorithm__kl_target": 0.1, "algorithm__kl_in": "reward"}, ["algorithm.kl_coef=0", "stays 0"],
      {"algorithm__kl_target": 0.1, "algorithm__kl_in": "reward", "algorithm__kl_coef": 0.01}),
+    (1, None, {"algorithm__kl_target": 0.1, "algorithm__kl_in": "reward", "algorithm__kl_coef": 0.01, "algorithm__kl_horizon": 102},
+     ["algorithm.kl_horizon=102", "512 responses", "turn its sign", "works: 103"],
+     {"algorithm__kl_target": 0.1, "algorithm__kl_in": "reward", "algorithm__kl_coef": 0.01, "algorithm__kl_horizon": 103}),
     (1, None, {"algorithm__overlong_buffer": 1025}, ["algorithm.overlong_buffer=1025", "rollout.max_response_length=1024", "works: 1024"],
      {"algorithm__overlong_buffer": 1024}),
     (1, None, {"algorithm__policy_loss": "cispo", "algorithm__dual_clip": 3.0}, ["algorithm.dual_clip=3.0", "cispo", "null"],
@@ -161,6 +166,12 @@ RULES: list[tuple[int, ModelFacts | None, Changes, list[str], Changes]] = [
      ["actor.optimizer.moments_dtype=bfloat16", "cluster.device=cpu"], {"cluster__device": "cpu"}),
     (1, None, {"actor__model__transformer_impl": "transformer_engine", "cluster__device": "cpu"},
      ["actor.model.transformer_impl=transformer_engine", "cluster.device=cpu"], {"actor__model__transformer_impl": "local"}),
+    (1, None, {"trainer__steps": 3, "actor__optimizer__warmup_steps": 3},
+     ["actor.optimizer.warmup_steps=3", "3 optimizer steps", "works: 2"],
+     {"trainer__steps": 3, "actor__optimizer__warmup_steps": 2}),
+    (1, None, {"trainer__steps": 4, "algorithm__name": "ppo", "critic__warmup_steps": 3, "actor__optimizer__warmup_steps": 1},
+     ["actor.optimizer.warmup_steps=1", "1 optimizer steps"],  # the actor sits out three of the four
+     {"trainer__steps": 4, "algorithm__name": "ppo", "critic__warmup_steps": 2, "actor__optimizer__warmup_steps": 1}),
     # supervised
     (1, None, {"algorithm__name": "sft", "rollout__temperature": 0.6}, ["rollout.temperature=0.6", "sft"], {"algorithm__name": "sft"}),
     (1, None, {"algorithm__name": "sft", "algorithm__kl_coef": 0.1}, ["algorithm.kl_coef=0.1", "sft"], {"algorithm__name": "sft"}),
@@ -175,6 +186,19 @@ RULES: list[tuple[int, ModelFacts | None, Changes, list[str], Changes]] = [
      {"algorithm__name": "reward_model", "algorithm__mini_batch_size": 8}),
     (1, None, {"algorithm__name": "dpo", "algorithm__preference_loss": "ipo", "algorithm__label_smoothing": 0.1},
      ["algorithm.label_smoothing=0.1", "preference_loss=ipo"], {"algorithm__name": "dpo", "algorithm__label_smoothing": 0.1}),
+    (1, None, {"algorithm__name": "dpo", "actor__max_tokens_per_micro_batch": 4095},
+     ["actor.max_tokens_per_micro_batch=4095", "pair of sequences", "2 x (data.max_prompt_length=1024", "works: 4096"],
+     {"algorithm__name": "dpo", "actor__max_tokens_per_micro_batch": 4096}),
+    (1, None, {"algorithm__name": "ppo", "data__ptx_files": ["b.jsonl"]}, ["data.ptx_files=['b.jsonl']", "only safe_rlhf reads them"],
+     {"algorithm__name": "ppo"}),
+    (1, None, {"algorithm__name": "sft", "data__ptx_files": ["b.jsonl"]}, ["data.ptx_files=['b.jsonl']", "only safe_rlhf reads them"],
+     {"algorithm__name": "sft"}),
+    (1, SMOLLM2, {**PTX, "data__max_response_length": 7169},
+     ["data.max_response_length=7169", "8193 tokens", "8192 of /smollm2", "works: 7168"],
+     {**PTX, "data__max_response_length": 7168}),
+    (1, None, {**PTX, "actor__max_tokens_per_micro_batch": 2048, "data__max_response_length": 1025},
+     ["data.max_response_length=1025", "actor.max_tokens_per_micro_batch=2048", "works: 1024"],
+     {**PTX, "actor__max_tokens_per_micro_batch": 2048, "data__max_response_length": 1024}),
     (1, None, {"algorithm__name": "kto", "algorithm__mini_batch_size": 1}, ["algorithm.mini_batch_size=1", "reference point", "2 or more"],
      {"algorithm__name": "kto", "algorithm__mini_batch_size": 2}),
     (1, None, {"algorithm__name": "kto", "data__train_batch_size": 1}, ["data.train_batch_size=1", "2 or more"],
@@ -257,7 +281,6 @@ def test_every_number_and_choice_has_a_range() -> None:
     ({"algorithm__name": "rloo", "algorithm__gamma": 0.9}, "algorithm.gamma=0.9 has no effect"),
     ({"actor__optimizer__min_lr": 1e-7}, "no effect with actor.optimizer.schedule=constant"),
     ({"trainer__steps": 3, "trainer__epochs": 2}, "trainer.epochs=2 has no effect"),
-    ({"trainer__steps": 3, "actor__optimizer__warmup_steps": 3}, "3 optimizer steps"),
     ({"trainer__val_interval": 5}, "no effect without data.val_files"),
 ])
 def test_warnings(changes: Changes, part: str) -> None:

@@ -133,6 +133,21 @@ def test_bad_reward_function(launcher: Launcher, capsys: pytest.CaptureFixture[s
         assert part in message, (part, message)
 
 
+def test_validation_rows_that_the_reward_function_cannot_score(
+    launcher: Launcher, capsys: pytest.CaptureFixture[str], files: Path
+) -> None:
+    write(files / "unlabelled.jsonl", [{"prompt": "1+1=", "answer": 2}, {"prompt": "1+2="}])
+    message = refused(launcher, capsys, data__val_files=files / "unlabelled.jsonl")
+    assert "unlabelled.jsonl, line 2" in message and "needs ['answer']" in message
+
+
+def test_a_critic_that_would_warm_up_for_the_whole_run(launcher: Launcher, capsys: pytest.CaptureFixture[str]) -> None:
+    """How many steps an epoch has is known once the data is read."""
+    message = refused(launcher, capsys, algorithm="ppo", trainer__steps="null", critic__warmup_steps=10_000)
+    assert "critic.warmup_steps=10000 with trainer.epochs=1" in message and "never be trained" in message
+    assert "actor.optimizer" not in message
+
+
 def test_no_steps(launcher: Launcher, capsys: pytest.CaptureFixture[str]) -> None:
     message = refused(launcher, capsys, trainer__steps=0)
     assert "trainer.steps=0" in message
