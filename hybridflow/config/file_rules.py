@@ -79,6 +79,24 @@ def _data_problems(key: str, files: list[str]) -> list[str]:
 
 def _run_folder_problems(config: Config) -> list[str]:
     folder = Path(config.trainer.output_dir) / config.trainer.name
-    if config.trainer.overwrite or not folder.is_dir() or not any(folder.iterdir()):
+    if config.trainer.overwrite:
+        return [f"{key}={path}: lies in {folder}, which trainer.overwrite=true clears before anything is read; choose another trainer.name."
+                for key, path in _inputs(config) if Path(path).resolve().is_relative_to(folder.resolve())]
+    if not folder.is_dir() or not any(folder.iterdir()):
         return []
     return [f"trainer.name={config.trainer.name}: {folder} holds an earlier run; choose another name or set trainer.overwrite=true."]
+
+
+def _inputs(config: Config) -> Iterator[tuple[str, str]]:
+    """Every file and folder that the run reads, with its key."""
+    for role in model_roles(config):
+        model = role.settings.model
+        paths = {name: getattr(model, name, None) for name in ("path", "tokenizer_path", "chat_template")}
+        if role.section != "actor" and model.path == config.actor.model.path:
+            del paths["path"]  # said already
+        yield from ((f"{role.section}.model.{name}", path) for name, path in paths.items() if path not in (None, MISSING))
+    if config.trainer.state_path is not None:
+        yield "trainer.state_path", config.trainer.state_path
+    data = config.data
+    for key, files in (("train_files", data.train_files), ("val_files", data.val_files), ("ptx_files", data.ptx_files)):
+        yield from ((f"data.{key}", name) for name in (files if files != MISSING else ()))

@@ -6,6 +6,7 @@
       metrics.jsonl                one line per step
       rollouts/step_000012.jsonl   sampled rollouts of a step
       checkpoint/                  the last weights as a Hugging Face model
+      critic/, cost_critic/        the last critics, of runs that train them
       logs/                        output of each worker process
       curves.png, curves.html
 """
@@ -26,6 +27,7 @@ from typing import Literal
 
 from hybridflow.errors import ConfigError, DataError
 
+CRITICS = ("critic", "cost_critic")  # roles whose models are left beside the checkpoint
 State = Literal["running", "finished", "failed"]
 
 
@@ -52,6 +54,7 @@ class RunFolder:
         self.metrics = root / "metrics.jsonl"
         self.rollouts = root / "rollouts"
         self.checkpoint = root / "checkpoint"
+        self.critics = {name: root / name for name in CRITICS}
         self.logs = root / "logs"
         self.curves_png = root / "curves.png"
         self.curves_html = root / "curves.html"
@@ -138,7 +141,7 @@ class RunFolder:
             self._unlock()
 
     def _clear(self) -> None:
-        for path in (self.rollouts, self.checkpoint, self.logs):
+        for path in (self.rollouts, self.checkpoint, *self.critics.values(), self.logs):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:

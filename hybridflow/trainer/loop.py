@@ -122,7 +122,7 @@ class Trainer:
             files = {STATE_FILE: TrainingState.of(self.flow, steps).to_bytes()} if self.rl else {}
             self.roles.actor.export(str(self.journal.folder.checkpoint), files=files).get()
             for name, critic in self.roles.critics().items():
-                critic.export(str(self.journal.folder.root / name)).get()
+                critic.export(str(self.journal.folder.critics[name])).get()
             logger.info("weights of step %d written to %s in %.1f s", steps, self.journal.folder.checkpoint, time.perf_counter() - started)
 
     def _check(self, step: int, metrics: dict[str, float], output: StepOutput) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridflow.config.file_rules import file_problems
+from hybridflow.config.file_rules import STATE_FILE, file_problems
 from hybridflow.config.ranks import ranks_here, visible_gpus
 from hybridflow.config.schema import ClusterConfig
 from hybridflow.errors import ConfigError
@@ -139,3 +139,25 @@ def test_an_earlier_run_is_not_overwritten_unasked(tmp_path: Path, monkeypatch: 
     (problem,) = file_problems(config_of(**changes))
     assert "trainer.name=default" in problem and "trainer.overwrite=true" in problem
     assert file_problems(config_of(**changes, trainer__overwrite=True)) == []
+
+
+@pytest.mark.parametrize("changes, key", [
+    ({"actor__model__path": "runs/default/checkpoint"}, "actor.model.path"),
+    ({"actor__model__tokenizer_path": "link/checkpoint"}, "actor.model.tokenizer_path"),
+    ({"trainer__state_path": "runs/../runs/default/checkpoint"}, "trainer.state_path"),
+    ({"data__val_files": ["runs/default/checkpoint"]}, "data.val_files"),
+    ({"algorithm__name": "ppo", "critic__model__path": "runs/default/checkpoint"}, "critic.model.path"),
+])
+def test_overwriting_what_the_run_starts_from_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, object],
+                                                         key: str) -> None:
+    """The folder is cleared before the weights are read: going on under the same name would lose them."""
+    monkeypatch.chdir(tmp_path)
+    outside, inside = write_model(tmp_path / "model"), write_model(tmp_path / "runs/default/checkpoint")
+    state = inside / STATE_FILE
+    state.parent.mkdir()
+    state.touch()
+    Path("link").symlink_to(inside.parent)
+    complete = {"actor__model__path": str(outside), "data__train_files": [str(outside)], "trainer__overwrite": True}
+    problems = file_problems(config_of(**(complete | changes)))
+    assert len(problems) == 1 and problems[0].startswith(f"{key}=") and "choose another trainer.name" in problems[0], problems
+    assert file_problems(config_of(**(complete | changes), trainer__name="next")) == []

@@ -56,6 +56,8 @@ def test_overwrite_removes_the_old_run_and_nothing_else(tmp_path):
     (old.rollouts / "step_000001.jsonl").write_text("{}\n")
     old.checkpoint.mkdir()
     (old.checkpoint / "model.safetensors").write_text("old")
+    for path in old.critics.values():  # what is left of one would end the next run, whose export overwrites nothing
+        (path / "old").mkdir(parents=True)
     for path in (old.metrics, old.curves_png, old.curves_html, old.root / "notes.txt"):
         path.write_text("old")
     old.fail("killed")

@@ -22,7 +22,9 @@ from hybridflow.config.schema import AlgorithmConfig, Config
 from hybridflow.data.batch import Batch, Ragged
 from hybridflow.data.prompts import PromptDataset
 from hybridflow.errors import ConfigError, NumericsError
+from hybridflow.observe.run_folder import CRITICS
 from hybridflow.trainer.draw import draw
+from hybridflow.trainer.roles import VALUES
 from hybridflow.trainer.run import reason
 from hybridflow.trainer.validation import chunks
 from tests.tiny import tiny_tokenizer
@@ -141,6 +143,10 @@ def test_algorithms_are_those_the_settings_know() -> None:
     assert all(ALGORITHMS[name].name == name for name in ALGORITHMS)
     with pytest.raises(ConfigError, match="rlo'.*did you mean 'rloo'.*sft"):
         get_algorithm("rlo")
+
+
+def test_every_critic_has_its_place_in_the_run_folder() -> None:
+    assert set(CRITICS) == set(VALUES)
 
 
 @pytest.fixture
