@@ -19,6 +19,7 @@ import torch.nn.functional as F
 
 from hybridflow.engine import compat  # noqa: F401  (before megatron)
 from hybridflow.engine.context import Context, segments
+from hybridflow.engine.rotary import Rotary, Rotation
 
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
@@ -47,6 +48,7 @@ class Packing(PackedSeqParams):
 
     qkv_format is not "thd" on purpose: Megatron's own thd path copies sequence lengths to the host in every layer, and slices
     the rotary table sequence by sequence. Here tokens stay [T, 1, ...] and rotary angles are given per token.
+    rotary: where attention turns queries and keys itself, of tokens at positions_T [T]; None where Megatron has done it.
     cu_seqlens_q, cu_seqlens_kv: [S + 1] int32. order_T: [T] int64, where each packed token lies in the concatenated output of `groups`.
     keys_K: [K] int64, under context parallelism the places of the keys to attend to among those of all ranks of `context`.
     """
@@ -55,6 +57,12 @@ class Packing(PackedSeqParams):
     order_T: torch.Tensor | None = None
     context: Context | None = None
     keys_K: torch.Tensor | None = None
+    positions_T: torch.Tensor | None = None
+    rotary: Rotary | None = None
+
+    @property
+    def rotation(self) -> Rotation | None:
+        return None if self.rotary is None else self.rotary.rotation(self.positions_T)
 
 
 def flash_usable(device: torch.device, dtype: torch.dtype) -> bool:
@@ -174,7 +182,10 @@ def _attend_padded(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, 
 
 
 class PackedAttention(MegatronModule):
-    """The `core_attention` of a layer spec: query [T, 1, A, D], key and value [T, 1, G, D] -> [T, 1, A * D]."""
+    """The `core_attention` of a layer spec: query [T, 1, A, D], key and value [T, 1, G, D] -> [T, 1, A * D].
+
+    It turns queries and keys as well: Megatron would make cosines and sines anew for both, in every layer.
+    """
 
     def __init__(
         self,
@@ -197,5 +208,8 @@ class PackedAttention(MegatronModule):
         packed_seq_params: Packing,
         **_: Any,
     ) -> torch.Tensor:
+        rotation = packed_seq_params.rotation
+        if rotation is not None:
+            query, key = rotation(query), rotation(key)
         out_TAD = attend(query.squeeze(1), key.squeeze(1), value.squeeze(1), packed_seq_params, self.softmax_scale)
         return out_TAD.flatten(1).unsqueeze(1)

@@ -15,12 +15,12 @@ import torch.nn.functional as F
 
 from hybridflow.config.latent_facts import Latent
 from hybridflow.engine import compat  # noqa: F401  (before megatron)
-from hybridflow.engine.attention import PackedAttention, Packing
+from hybridflow.engine.attention import Packing, attend
 from hybridflow.engine.norm import RMSNorm
+from hybridflow.engine.rotary import Rotation
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, checkpoint, gather_from_sequence_parallel_region
-from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -35,11 +35,9 @@ class SharedLinear(torch.nn.Linear):
         self.weight.sequence_parallel = config.sequence_parallel
 
 
-def rotate(x_TAR: torch.Tensor, angle_T1P: torch.Tensor, scale: float) -> torch.Tensor:
-    """Neighbouring pairs rotated by the angles [T, 1, R / 2] and multiplied by `scale`; first all first, then all second of the pairs."""
-    cos, sin = ((f(angle_T1P) * scale).to(x_TAR.dtype) for f in (torch.cos, torch.sin))
-    first, second = x_TAR[..., 0::2], x_TAR[..., 1::2]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+def rotate(x_TAR: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    """Neighbouring pairs turned; first all first, then all second of the pairs."""
+    return rotation(torch.cat((x_TAR[..., 0::2], x_TAR[..., 1::2]), dim=-1))
 
 
 class LatentAttention(MegatronModule):
@@ -48,14 +46,12 @@ class LatentAttention(MegatronModule):
     def __init__(
         self,
         config: TransformerConfig,
-        layer_number: int,
         pg_collection: ProcessGroupCollection,
         latent: Latent,
-        rotary_scale: float,
         **_: Any,
     ) -> None:
         super().__init__(config=config)
-        self.latent, self.rotary_scale, self.tp_group = latent, rotary_scale, pg_collection.tp
+        self.latent, self.tp_group = latent, pg_collection.tp
         heads, eps = config.num_attention_heads, config.layernorm_epsilon
         self.heads = heads // pg_collection.tp.size()
 
@@ -72,7 +68,6 @@ class LatentAttention(MegatronModule):
             self.linear_q_up_proj = column(latent.q_rank, heads * latent.head_dim)
         self.kv_layernorm = RMSNorm(config, latent.kv_rank, eps)
         self.linear_kv_up_proj = column(latent.kv_rank, heads * (latent.nope + latent.value))
-        self.core_attention = PackedAttention(config, layer_number, AttnMaskType.causal, "self", softmax_scale=config.softmax_scale)
         self.linear_proj = RowParallelLinear(
             heads * latent.value, config.hidden_size, config=config, init_method=config.output_layer_init_method, bias=False,
             input_is_parallel=True, skip_bias_add=True, tp_group=pg_collection.tp,
@@ -84,22 +79,20 @@ class LatentAttention(MegatronModule):
         hidden_states: torch.Tensor,
         attention_mask: None = None,
         *,
-        rotary_pos_emb: torch.Tensor,
         packed_seq_params: Packing,
         **_: Any,
     ) -> tuple[torch.Tensor, None]:
-        query, key, value = self._query_key_value(hidden_states, rotary_pos_emb)
+        query, key, value = self._query_key_value(hidden_states, packed_seq_params.rotation)
 
         def core(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            return self.core_attention(query, key, value, None, packed_seq_params=packed_seq_params)
+            return attend(*(x.squeeze(1) for x in (query, key, value)), packed_seq_params, self.config.softmax_scale).unsqueeze(1)
 
         # One head size for all three, as the kernels want it: values are padded with zeros, which come out as zeros.
         value = F.pad(value, (0, self.latent.head_dim - self.latent.value))
         out = checkpoint(core, False, query, key, value) if self.recompute and self.training else core(query, key, value)
-        out = out.unflatten(-1, (self.heads, self.latent.head_dim))[..., : self.latent.value].flatten(-2)
-        return self.linear_proj(out.contiguous())
+        return self.linear_proj(out[..., : self.latent.value].flatten(-2).contiguous())
 
-    def _query_key_value(self, hidden: torch.Tensor, rotary_pos_emb: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _query_key_value(self, hidden: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """[T, 1, A, nope + rope], the same, and [T, 1, A, value]."""
         sizes = self.latent
         low_q, low_kv, shared_key = self.linear_down_proj(hidden).split([sizes.q_rank or 0, sizes.kv_rank, sizes.rope], dim=-1)
@@ -112,7 +105,6 @@ class LatentAttention(MegatronModule):
             shared_key = gather_from_sequence_parallel_region(shared_key, group=self.tp_group)
         query = query.unflatten(-1, (self.heads, sizes.head_dim))
         key, value = key_value.unflatten(-1, (self.heads, sizes.nope + sizes.value)).split([sizes.nope, sizes.value], dim=-1)
-        angle = rotary_pos_emb[..., : sizes.rope // 2]
-        rotated_query = rotate(query[..., sizes.nope :], angle, self.rotary_scale)
-        rotated_key = rotate(shared_key.unsqueeze(-2), angle, self.rotary_scale).expand(-1, -1, self.heads, -1)
+        rotated_query = rotate(query[..., sizes.nope :], rotation)
+        rotated_key = rotate(shared_key.unsqueeze(-2), rotation).expand(-1, -1, self.heads, -1)
         return torch.cat((query[..., : sizes.nope], rotated_query), -1), torch.cat((key, rotated_key), -1), value

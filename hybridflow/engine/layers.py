@@ -78,8 +78,7 @@ def layer_spec(config: TransformerConfig, settings: MegatronSettings, n: int, la
     experts = settings.experts if settings.experts is not None and settings.experts.layers[n] else None
     layer = _base_spec(experts.routing.experts if experts else None, fused)
     if settings.latent is not None:
-        latent = {"latent": settings.latent, "rotary_scale": settings.rotary_scale}
-        layer.submodules.self_attention = ModuleSpec(module=LatentAttention, params=latent)
+        layer.submodules.self_attention = ModuleSpec(module=LatentAttention, params={"latent": settings.latent})
         layer.submodules.input_layernorm = TENorm if fused else RMSNorm  # not fused: two projections read its output
     else:
         _plain_attention(layer.submodules.self_attention.submodules, config, settings, fused)

@@ -17,6 +17,7 @@ from hybridflow.engine.attention import Packing
 from hybridflow.engine.device import Device
 from hybridflow.engine.layers import TRANSFORMER_ENGINE, block_spec
 from hybridflow.engine.parallel import Parallel
+from hybridflow.engine.rotary import Rotary
 from hybridflow.errors import ConfigError
 from hybridflow.models.settings import MegatronSettings
 
@@ -46,11 +47,12 @@ class PackedGPTModel(GPTModel):
 
     Logits of all tokens over the whole vocabulary would be the largest tensor of the step, and only those of response
     tokens are needed: the schedule asks for `head_weight` and computes them in chunks (vocab_parallel.py).
-    `head` "scalar" has a ScalarWeight in place of the output layer.
+    `head` "scalar" has a ScalarWeight in place of the output layer. rotates: whether attention turns queries and keys itself.
     """
 
-    def __init__(self, *, head: str, config: TransformerConfig, **arguments: Any) -> None:
+    def __init__(self, *, head: str, rotary: Rotary, rotates: bool, config: TransformerConfig, **arguments: Any) -> None:
         super().__init__(config=config, **arguments)
+        self.rotary, self.rotates = rotary, rotates
         self.score: ScalarWeight | None = None
         if head == "scalar" and self.post_process:
             del self.output_layer  # GPTModel cannot be built without one
@@ -58,17 +60,12 @@ class PackedGPTModel(GPTModel):
 
     def _preprocess(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, *_: Any, packed_seq_params: Packing, **__: Any
-    ) -> tuple[torch.Tensor | None, torch.Tensor, None, None, None, None]:
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None, None]:
         embedded = self.embedding(input_ids=input_ids, position_ids=position_ids) if self.pre_process else None
-        return embedded, self._rotary(position_ids[0]), None, None, None, None
-
-    def _rotary(self, positions_T: torch.Tensor) -> torch.Tensor:
-        """Rotary angles of each token, float32 [T, 1, 1, D]: the layout Megatron's unpacked rotary expects."""
-        rotary = self.rotary_pos_emb
-        if rotary.inv_freq.device != positions_T.device:
-            rotary.inv_freq = rotary.inv_freq.to(positions_T.device)
-        angles = torch.outer(positions_T.float(), rotary.inv_freq)
-        return torch.cat((angles, angles), dim=-1)[:, None, None, :]
+        if not self.rotates:
+            return embedded, self.rotary.angles(position_ids[0]), None, None, None, None
+        packed_seq_params.positions_T, packed_seq_params.rotary = position_ids[0], self.rotary
+        return embedded, None, None, None, None, None
 
     def _postprocess(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         return hidden_states
@@ -161,6 +158,9 @@ def build_chunks(
         virtual = chunk if layout.vpp > 1 else None
         model = PackedGPTModel(
             head=head,
+            rotary=Rotary(settings.inverse_frequencies, settings.rotary_scale, config.params_dtype, device.torch_device),
+            # Transformer Engine's kernel turns them from angles; it knows nothing of latent attention.
+            rotates=settings.latent is not None or not config.apply_rope_fusion,
             config=config,
             transformer_layer_spec=block_spec(config, settings, virtual, layers),
             pre_process=parallel.first_stage and chunk == 0,
@@ -170,8 +170,6 @@ def build_chunks(
             vp_stage=virtual,
             **arguments,
         )
-        if settings.inverse_frequencies:  # Megatron's own are exact only for unscaled embeddings
-            model.rotary_pos_emb.inv_freq = torch.tensor(settings.inverse_frequencies, dtype=torch.float32)
         chunks.append(model.to(device.torch_device))
     return chunks
 

@@ -26,7 +26,7 @@ class MegatronSettings:
     transformer: dict[str, Any]
     gpt: dict[str, Any]
     activation: str  # "silu": TransformerConfig.activation_func by name, so that this module needs no torch
-    inverse_frequencies: tuple[float, ...] = ()  # of the rotary embedding; empty where the attention module has its own
+    inverse_frequencies: tuple[float, ...]  # of the rotary embedding
     attention_output_bias: bool = False  # linear_proj has a bias although add_bias_linear is off
     experts: Experts | None = None  # None: a dense model
     latent: Latent | None = None  # None: plain attention
