@@ -105,7 +105,7 @@ def length_problems(config: Config, facts: ModelFacts | None, others: Mapping[st
     for key, budget in _token_budgets(config).items():
         if budget < together:
             problems.append(f"{key}={budget}: below the longest {what}; nearest that works: {together}.")
-    return problems + _pretraining_length_problems(config, facts)
+    return problems + _pretraining_length_problems(config, facts) + _judge_length_problems(config, facts, others)
 
 
 def _pretraining_length_problems(config: Config, facts: ModelFacts | None) -> list[str]:
@@ -120,6 +120,26 @@ def _pretraining_length_problems(config: Config, facts: ModelFacts | None) -> li
                         f"{facts.longest_sequence - prompt}.")
     if longest > budget:
         problems.append(f"{parts}, above actor.max_tokens_per_micro_batch={budget}; nearest that works: {budget - prompt}.")
+    return problems
+
+
+def _judge_length_problems(config: Config, facts: ModelFacts | None, others: Mapping[str, ModelFacts]) -> list[str]:
+    """The longest question with its verdict against each judge's positions and cache."""
+    problems = []
+    for role in model_roles(config):
+        model = others.get(role.name, facts if role.settings.model.path == config.actor.model.path else None)
+        if not role.is_judge or model is None:
+            continue
+        judge, section = role.settings, role.section
+        longest = judge.max_prompt_length + judge.max_response_length
+        parts = f"{section}.max_prompt_length={judge.max_prompt_length} + max_response_length={judge.max_response_length} = {longest}"
+        if longest > model.longest_sequence:
+            problems.append(f"{parts}: longer than the {model.longest_sequence} positions of {model.path}; nearest that works: a sum of "
+                            f"{model.longest_sequence}.")
+        needed = longest * kv_bytes_per_token(judge.parallel.tp, judge.model.dtype, model) / GIB
+        if judge.kv_cache_gib < needed:
+            problems.append(f"{section}.kv_cache_gib={judge.kv_cache_gib:g}: holds no sequence of {longest} tokens; nearest that works: "
+                            f"{math.ceil(needed * 1000) / 1000:g}.")
     return problems
 
 
@@ -142,7 +162,7 @@ def engine_problems(config: Config, facts: ModelFacts | None) -> list[str]:
     if facts is None:
         return problems
     longest = longest_sequence(config)
-    needed = longest * kv_bytes_per_token(config, facts) / GIB
+    needed = longest * kv_bytes_per_token(rollout.tp, config.actor.model.dtype, facts) / GIB
     if rollout.kv_cache_gib < needed:
         problems.append(f"rollout.kv_cache_gib={rollout.kv_cache_gib:g}: holds no sequence of {longest} tokens; "
                         f"nearest that works: {math.ceil(needed * 1000) / 1000:g}.")
@@ -153,7 +173,6 @@ def engine_problems(config: Config, facts: ModelFacts | None) -> list[str]:
     return problems
 
 
-def kv_bytes_per_token(config: Config, facts: ModelFacts) -> int:
-    """Key and value bytes of one token on one rank; a key-value head is never cut."""
-    heads = max(1, facts.kv_heads // config.rollout.tp)
-    return 2 * facts.layers * heads * facts.head_dim * BYTES.get(config.actor.model.dtype, 4)
+def kv_bytes_per_token(tp: int, dtype: str, facts: ModelFacts) -> int:
+    """Key and value bytes of one token on one rank of an engine on `tp` ranks; a key-value head is never cut."""
+    return 2 * facts.layers * max(1, facts.kv_heads // tp) * facts.head_dim * BYTES.get(dtype, 4)

@@ -134,10 +134,14 @@ def scorer_problems(config: Config, purpose: Purpose) -> list[str]:
 
 
 def _reward_rules(scorer: Scorer, config: Config) -> list[str]:
-    if config.algorithm.name != "remax" or scorer.settings.normalize == "none":
-        return []
-    return [f"{scorer.section}.normalize={scorer.settings.normalize} with algorithm.name=remax: rewards of greedy responses are "
-            "the baseline, and would be normalised by other statistics than those of the sampled ones; use none."]
+    asked, algorithm = f"{scorer.section}.normalize={scorer.settings.normalize}", config.algorithm
+    if algorithm.name == "remax" and scorer.settings.normalize != "none":
+        return [f"{asked} with algorithm.name=remax: rewards of greedy responses are the baseline, and would be normalised by other "
+                "statistics than those of the sampled ones; use none."]
+    if algorithm.name == "dapo" and algorithm.max_refills > 0 and scorer.settings.normalize == "batch":
+        return [f"{asked} with algorithm.name=dapo: every refill, of a few prompts or of one, would be normalised by itself; use running, "
+                "or algorithm.max_refills=0."]
+    return []
 
 
 def _cost_rules(scorer: Scorer) -> list[str]:
@@ -237,6 +241,9 @@ def _judge_rules(prefix: str, judge: JudgeConfig) -> list[str]:
         problems.append(f"{prefix}.prompt: {error}; write {{{{ and }}}} for braces that are no field.")
     if "{response}" not in judge.prompt:
         problems.append(f"{prefix}.prompt: it does not hold {{response}}, so every response would get the same verdict.")
+    if judge.max_num_batched_tokens < judge.max_num_seqs:
+        problems.append(f"{prefix}.max_num_batched_tokens={judge.max_num_batched_tokens}: below {prefix}.max_num_seqs="
+                        f"{judge.max_num_seqs} (a step decodes one token of each); nearest that works: {judge.max_num_seqs}.")
     if judge.lowest >= judge.highest:
         problems.append(f"{prefix}.lowest={judge.lowest}: must be below {prefix}.highest={judge.highest}.")
     try:

@@ -27,7 +27,7 @@ def sequence_warning(config: Config, sequences_per_replica: int, facts: ModelFac
     if facts is None:
         return found
     longest, together = longest_sequence(config), min(limit, sequences_per_replica)
-    held = int(config.rollout.kv_cache_gib * GIB / kv_bytes_per_token(config, facts) / longest)
+    held = int(config.rollout.kv_cache_gib * GIB / kv_bytes_per_token(config.rollout.tp, config.actor.model.dtype, facts) / longest)
     if 0 < held < together:
         found.append(f"rollout.kv_cache_gib={config.rollout.kv_cache_gib:g}: holds {held} sequences of the full {longest} tokens, fewer "
                      f"than the {together} decoded together; when responses are long, sequences wait or are computed again.")

@@ -15,6 +15,7 @@ from hybridflow.config.schema import Config
 from hybridflow.config.validate import required_keys, validate
 from hybridflow.config.warn import warnings
 from hybridflow.errors import ConfigError
+from tests.config.support import SMOLLM2
 
 BASE = ["actor.model.path=/actor", "data.train_files=[x]", "actor.model.dtype=float32", "actor.parallel.tp=2"]
 
@@ -59,7 +60,7 @@ def test_what_is_wrong_is_named(setting: str, message: str) -> None:
     ("pattern='[0-9]+'", "it has no group"), ("pattern='(['", "not a regular expression"), ("lowest=10.0", "must be below"),
     ("prompt='{response} {'", "write {{ and }}"), ("ranks=null", "a judge needs ranks of its own"),
     ("prompt='rate {prompt}'", "does not hold {response}"),
-    ("parallel.pp=2", "tensor parallel only"),
+    ("parallel.pp=2", "tensor parallel only"), ("max_num_batched_tokens=255", "max_num_seqs=256.*works: 256"),
 ])
 def test_judges_that_cannot_work(setting: str, message: str) -> None:
     config = load("reward_models.j.kind=judge", "reward_models.j.model.path=/judge", f"reward_models.j.{setting}")
@@ -86,6 +87,27 @@ def test_a_run_that_scores_nothing_refuses_them() -> None:
 def test_remax_compares_rewards_of_two_rollouts() -> None:
     problems = scorer_problems(load("algorithm=remax", "reward_models.a.model.path=/a", "reward_models.a.normalize=running"), REWARD)
     assert len(problems) == 1 and "reward_models.a.normalize=running with algorithm.name=remax" in problems[0]
+
+
+def test_dapo_s_refills_are_not_normalised_by_themselves() -> None:
+    arguments = "algorithm=dapo", "reward_models.a.model.path=/a"
+    (problem,) = scorer_problems(load(*arguments, "reward_models.a.normalize=batch"), REWARD)
+    assert "reward_models.a.normalize=batch with algorithm.name=dapo" in problem and "use running" in problem
+    for passing in (["reward_models.a.normalize=running"], ["reward_models.a.normalize=batch", "algorithm.max_refills=0"]):
+        assert scorer_problems(load(*arguments, *passing), REWARD) == []
+
+
+def test_a_judge_s_longest_question_fits_its_positions_and_its_cache() -> None:
+    """Of another model than the actor's, or of the same one."""
+    config = load("reward.function=a:b", "actor.parallel.tp=1", f"actor.model.path={SMOLLM2.path}", "reward_models.j=/judge")
+    for path, facts, others in (("/judge", None, {"reward_model_j": SMOLLM2}), (SMOLLM2.path, SMOLLM2, {})):
+        for name, wrong, right, message in (("max_prompt_length", 7937, 7936, "= 8193: longer than the 8192 positions"),
+                                            ("kv_cache_gib", 0.18, 0.187, "holds no sequence of 4352 tokens.*works: 0.187")):
+            config.reward_models["j"] = {"kind": "judge", "model": {"path": path}, name: wrong}
+            (problem,) = validate(config, 2, facts, others)
+            assert problem.startswith("reward_models.j.") and re.search(message, problem), problem
+            config.reward_models["j"][name] = right
+            assert validate(config, 2, facts, others) == []
 
 
 def test_placement() -> None:
