@@ -35,11 +35,13 @@ def _training_shards(weights: WeightMap, layout: Layout) -> list[Shard]:
     return [shard(place) for place in places]
 
 
+def generation_shard(weights: WeightMap, generation: GenerationLayout, rank: int) -> Shard:
+    """What `rank` generates with, by vLLM's names."""
+    return weights.vllm(generation.tp, generation.position(rank)[1], ep=generation.ep, body=generation.slice_of(rank))
+
+
 def _generation_shards(weights: WeightMap, generation: GenerationLayout) -> list[Shard]:
-    """Of every rank that generates."""
-
-    @lru_cache(maxsize=None)
-    def shard(tp: int, body: int) -> Shard:
-        return weights.vllm(generation.tp, tp, ep=generation.ep, body=body)
-
-    return [shard(generation.position(rank)[1], generation.slice_of(rank)) for rank in range(generation.world)]
+    """Of every rank that generates; replicas share one shard."""
+    places = [(generation.position(rank)[1], generation.slice_of(rank)) for rank in range(generation.world)]
+    shards = {place: generation_shard(weights, generation, rank) for rank, place in enumerate(places) if places.index(place) == rank}
+    return [shards[place] for place in places]

@@ -15,7 +15,7 @@ from hybridflow.engine.device import Device
 from hybridflow.models.settings import read_hf_config
 from hybridflow.models.weight_map import WeightMap
 from hybridflow.reshard.execute import Resharder
-from hybridflow.reshard.hybrid import hybrid_plan, pool_plan
+from hybridflow.reshard.hybrid import generation_shard, hybrid_plan, pool_plan
 from hybridflow.reshard.ledger import Ledger, used_memory
 from hybridflow.reshard.pools import CrossPool
 from hybridflow.reshard.sharing import shared_parameters
@@ -51,9 +51,7 @@ def shared_weights(context: WorkerContext, config: Config, engine: MegatronEngin
     if config.rollout.alias_weights == "off":
         logger.info("rollout.alias_weights=off: every generation weight is a copy")
         return {}
-    generation = context.generation
-    target = engine.weights.vllm(generation.tp, generation.position(context.rank)[1], body=generation.slice_of(context.rank))
-    sharing = shared_parameters(engine.shard_parameters(), target)
+    sharing = shared_parameters(engine.shard_parameters(), generation_shard(engine.weights, context.generation, context.rank))
     parameters = engine.parameters()
     return {name: parameters[source] for name, source in sharing.pairs.items()}
 

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 
 from hybridflow.config.layout import Layout
 from hybridflow.errors import ReshardError
-from hybridflow.models.weight_map import WeightMap
+from hybridflow.models.weight_map import WeightMap, weight_map
 from hybridflow.reshard.execute import Resharder
 from hybridflow.reshard.grouping import generation_layout
-from hybridflow.reshard.hybrid import hybrid_plan
+from hybridflow.reshard.hybrid import generation_shard, hybrid_plan
 from hybridflow.reshard.sharing import shared_parameters
 from tests.reshard.random_layouts import Case, blank, cases, expected, fill, random_logical
 from tests.reshard.test_execute import tiny_weights
@@ -42,6 +42,21 @@ def test_what_a_model_shares(layout: Layout, tp_g: int, copied: set[str]) -> Non
         sharing = shared_parameters(weights.megatron(layout, rank), weights.vllm(tp_g, generation_layout(layout, tp_g).position(rank)[1]))
         assert {name.split(".")[-2] for name in sharing.apart} == copied
         assert set(sharing.apart.values()) <= {"other order of rows", "another part of the tensor"}
+
+
+def test_experts_that_are_dealt_to_ranks_are_not_cut() -> None:
+    """33 rows of an expert do not divide by rollout.tp=2, nor have to with rollout.ep=2."""
+    from transformers import AutoConfig
+
+    from tests.tiny import EXPERTS
+
+    sizes = {**EXPERTS["qwen3_moe"], "moe_intermediate_size": 33, "num_attention_heads": 4, "num_key_value_heads": 2,
+             "num_hidden_layers": 1}
+    weights = weight_map(AutoConfig.for_model("qwen3_moe", vocab_size=128, max_position_embeddings=64, **sizes))
+    layout = Layout(2, tp=2, ep=2)
+    for rank in range(2):
+        pairs = shared_parameters(weights.megatron(layout, rank), generation_shard(weights, generation_layout(layout, 2, 2), rank)).pairs
+        assert {f"model.layers.0.mlp.experts.w13_weight.{i}" for i in range(4)} <= pairs.keys()
 
 
 def aliased(weights: WeightMap, seed: int = 0) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
