@@ -8,6 +8,7 @@ import torch
 
 from hybridflow.algorithms.loss_weights import loss_weights
 from hybridflow.cluster.sharded import ShardedBatch
+from hybridflow.config.batch_rules import longest_response
 from hybridflow.config.schema import Config
 from hybridflow.data.seeds import generator_of
 from hybridflow.data.units import unit_rows, units_in
@@ -19,7 +20,7 @@ def weigh(batch: ShardedBatch, config: Config) -> ShardedBatch:
     A row whose column `trained` is 0 weighs 0, and its tokens count in no denominator.
     """
     trained_B = batch["trained"] if "trained" in batch else torch.ones(len(batch), dtype=torch.int64)
-    length_B, limit = batch["response_length"] * trained_B, config.rollout.max_response_length
+    length_B, (_, limit) = batch["response_length"] * trained_B, longest_response(config)
     weight_B = loss_weights(length_B, config.algorithm.loss_aggregation, max_length=limit)
     metric_B = loss_weights(length_B, "token_mean", max_length=limit)
     return batch.with_columns(loss_weight=weight_B, metric_weight=metric_B)

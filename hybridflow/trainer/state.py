@@ -81,10 +81,14 @@ class TrainingState:
             found = f"{metadata.get('format')!r}, version {metadata.get('version')!r}"
             raise ConfigError(f"{place}: {path} is {found}, and what can be read here is {FORMAT!r}, version {VERSION!r}; use null, or the "
                               "hybridflow that wrote it")
-        state = cls(**json.loads(metadata["state"]))
-        for key, value in tensors.items():
-            name, _, part = key.partition("/")
-            state.heads[name][part] = value
+        try:
+            state = cls(**json.loads(metadata["state"]))
+            for key, value in tensors.items():
+                name, _, part = key.partition("/")
+                state.heads[name][part] = value
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"{place}: {path} is damaged ({type(error).__name__}: {error}); name another checkpoint, or use null to start "
+                              "anew") from error
         return state
 
 

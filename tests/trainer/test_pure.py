@@ -136,6 +136,15 @@ def test_weights_of_a_mini_batch_are_its_own(aggregation: str) -> None:
         assert (mini["metric_weight"] * lengths).sum().item() == pytest.approx(1.0)
 
 
+def test_the_constant_of_given_responses_is_their_own_limit() -> None:
+    """SFT has no rollout: its responses are bounded by data.max_response_length."""
+    config = Config()
+    config.algorithm.name, config.algorithm.loss_aggregation = "sft", "constant"
+    config.rollout.max_response_length, config.data.max_response_length = 1024, 8
+    (mini,) = mini_batches(responses(4), config, step=1)
+    assert set(mini["loss_weight"].tolist()) <= {0.0, 1 / (4 * 8)}
+
+
 def test_algorithms_are_those_the_settings_know() -> None:
     field = next(field for field in dataclasses.fields(AlgorithmConfig) if field.name == "name")
     assert set(ALGORITHMS) == set(field.metadata["choices"])

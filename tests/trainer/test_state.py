@@ -117,6 +117,19 @@ def test_files_that_are_no_state_are_refused(config: Config) -> None:
         read_state(config)
 
 
+@pytest.mark.parametrize("metadata, tensors", [
+    ({}, {}), ({"state": "{"}, {}), ({"state": json.dumps({"algorithm": "ppo"})}, {}), ({"state": "3"}, {}),
+    ({"state": json.dumps({"algorithm": "ppo", "step": 3, "controllers": {}, "normalizers": {}, "heads": {}})}, {"a/gram": torch.zeros(1)}),
+])
+def test_a_damaged_state_is_refused(config: Config, metadata: dict[str, str], tensors: dict[str, torch.Tensor]) -> None:
+    config.trainer.state_path = config.actor.model.path
+    file = Path(config.actor.model.path, STATE_FILE)
+    file.parent.mkdir(parents=True)
+    save_file(tensors, file, metadata={"format": FORMAT, "version": "1", **metadata})
+    with pytest.raises(ConfigError, match="trainer.state_path=.*is damaged"):
+        read_state(config)
+
+
 def test_a_state_that_is_not_gone_on_with_is_named(config: Config) -> None:
     assert state_warnings(config) == []
     path = write(config, TrainingState.of(trained(config), 7))
