@@ -18,6 +18,7 @@ from hybridflow.rewards.function import Item, Signature
 from hybridflow.rewards.worker import ASYNC_GRACE_SECONDS, Outcome
 
 START_TIMEOUT_SECONDS = 120.0  # the first import of a reward function may load a large library
+EXIT_SECONDS = 5.0  # between the end of a process's pipe and its own
 BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from hybridflow.rewards.worker import serve; serve(int(sys.argv[2]))"
 
 
@@ -81,7 +82,11 @@ class RewardProcess:
         return self.process.poll() is not None and not self.pipe.poll()
 
     def exit_text(self) -> str:
-        code = self.process.wait()
+        """How it ended, for messages; a process that only closed its pipe is not waited for."""
+        try:
+            code = self.process.wait(EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            return "closed the connection to hybridflow and went on"
         if code < 0:
             return f"was killed by {signal.Signals(-code).name}"
         return f"ended with exit code {code}"

@@ -87,8 +87,8 @@ class TrainingState:
                 name, _, part = key.partition("/")
                 state.heads[name][part] = value
         except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(f"{place}: {path} is damaged ({type(error).__name__}: {error}); name another checkpoint, or use null to start "
-                              "anew") from error
+            raise ConfigError(f"{place}: {path} is damaged ({type(error).__name__}: {error}); name another checkpoint, or use null to "
+                              "start anew") from error
         return state
 
 

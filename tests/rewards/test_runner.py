@@ -192,6 +192,7 @@ def test_a_batched_exception_concerns_the_batch() -> None:
 @pytest.mark.parametrize(("response", "message"), [
     ("exit", "did not return: its process ended with exit code 3"), ("segfault", "did not return: its process was killed by SIGSEGV"),
     ("system exit", "SystemExit: 4"), ("leave a child", "its process ended with exit code 5"),
+    pytest.param("close", "its process closed the connection to hybridflow and went on", marks=pytest.mark.slow),  # waits twice
 ])
 def test_a_crash_is_an_error_not_a_hang(response: str, message: str) -> None:
     with runner("exits") as opened, pytest.raises(RewardError, match=f"for row 1 of 3 .*{message}|{message}"):
