@@ -5,6 +5,10 @@ from __future__ import annotations
 from hybridflow.config.algorithms import ALGORITHMS
 from hybridflow.config.schema import AlgorithmConfig, Config
 
+# settings that are read with another one only, and the value of that which turns both off
+_SWITCHES = {"kl_horizon": ("kl_target", None), "importance_level": ("importance_correction", "none"),
+             "overlong_penalty": ("overlong_buffer", 0)}
+
 
 def algorithm_problems(config: Config) -> list[str]:
     """What cannot work; an unknown name is reported by the range check of its key."""
@@ -21,9 +25,14 @@ def algorithm_problems(config: Config) -> list[str]:
 def unread_settings(config: Config) -> list[str]:
     """Settings that were changed although this algorithm does not read them."""
     facts, default = ALGORITHMS.get(config.algorithm.name), AlgorithmConfig()
-    changed = [name for name in (facts.ignored if facts else ()) if getattr(config.algorithm, name) != getattr(default, name)]
-    return [f"algorithm.{name}={getattr(config.algorithm, name)} has no effect with algorithm.name={config.algorithm.name}."
-            for name in changed]
+    def changed(name: str) -> bool:
+        return getattr(config.algorithm, name) != getattr(default, name)
+
+    found = [f"algorithm.{name}={getattr(config.algorithm, name)} has no effect with algorithm.name={config.algorithm.name}."
+             for name in (facts.ignored if facts else ()) if changed(name)]
+    idle = [(name, switch) for name, (switch, off) in _SWITCHES.items() if changed(name) and getattr(config.algorithm, switch) == off]
+    return found + [f"algorithm.{name}={getattr(config.algorithm, name)} has no effect without algorithm.{switch}."
+                    for name, switch in idle]
 
 
 def _group_problems(config: Config) -> list[str]:
