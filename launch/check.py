@@ -1,8 +1,9 @@
-"""Checks a run without starting it and without GPUs: settings, layouts against the model, batch plan, files.
+"""Checks a run without starting it and without GPUs: settings, layouts against the model, batch plan, data, reward function.
 
     python launch/check.py actor.model.path=FOLDER data.train_files=prompts.jsonl reward.function=my_rewards:score --ranks=8
 
-Prints every problem at once. Exit code 0: the run can start; 2: it cannot.
+Prints every problem of the settings at once; without any, the data is read and the reward function tried on a sample. Exit code
+0: the run can start; 2: it cannot.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from hybridflow.config import memory
 from hybridflow.config.help import help_text
 from hybridflow.config.load import LoadedConfig, load_config
 from hybridflow.config.ranks import ranks_here
+from hybridflow.config.schema import Config
 from hybridflow.errors import ConfigError, HybridFlowError
 from hybridflow.trainer.check import Report, check
 
@@ -44,10 +46,21 @@ def render(loaded: LoadedConfig, report: Report) -> str:
         if report.facts is not None and not report.problems:
             lines.append(memory.render(memory.phases(loaded.config, report.world, report.facts, report.others)))
     lines += [f"warning: {warning}" for warning in report.warnings]
-    lines += [f"✗ {problem}" for problem in report.problems]
+    lines += ["✗ " + problem.replace("\n", "\n  ") for problem in report.problems]
     count = len(report.problems)
     lines.append(f"{count} problem{'s' if count > 1 else ''}; nothing was started." if count else "✓ The run can start.")
     return "\n".join(lines)
+
+
+def content_problems(config: Config, report: Report) -> list[str]:
+    """What is wrong with weight files, tokenizer, data or functions: the first of it."""
+    from hybridflow.trainer.prepare import prepare_checked  # transformers and datasets take seconds; wrong settings are told before
+
+    try:
+        prepare_checked(config, report)
+    except HybridFlowError as error:
+        return error.problems if isinstance(error, ConfigError) else [str(error)]
+    return []
 
 
 def main(arguments: list[str]) -> int:
@@ -61,6 +74,8 @@ def main(arguments: list[str]) -> int:
             print(loaded.text, end="")
             return 0
         report = check(loaded.config, ranks or ranks_here(loaded.config.cluster))
+        if not report.problems:
+            report.problems += content_problems(loaded.config, report)
     except HybridFlowError as error:
         print("\n".join(f"✗ {line}" for line in str(error).splitlines()), file=sys.stderr)
         return error.EXIT_CODE

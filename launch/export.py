@@ -26,7 +26,7 @@ def arguments_of(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--source", help="the model it was trained from; a run's is known from its config.yaml")
     parser.add_argument("--dtype", choices=DTYPES, help="of the new files; without it, the dtype stays")
     parser.add_argument("--file_gib", type=float, default=5.0, help="largest size of one file in GiB (default 5)")
-    parser.add_argument("--replace", action="store_true", help="an existing folder is replaced once its successor is complete")
+    parser.add_argument("--replace", action="store_true", help="an existing model folder is replaced once its successor is complete")
     return parser.parse_args(arguments)
 
 
@@ -59,8 +59,8 @@ def _trained_from(config: Path) -> str | None:
 def export(options: argparse.Namespace) -> str:
     """Does it; one line on what was written."""
     model, known = model_of(options.model)
-    if options.file_gib <= 0:
-        raise ModelError(f"--file_gib {options.file_gib:g}: must be above 0")
+    if not 0 < options.file_gib < float("inf"):
+        raise ModelError(f"--file_gib {options.file_gib:g}: must be a finite number above 0")
     import torch
 
     from hybridflow.models.convert import convert

@@ -7,7 +7,11 @@ Exit code 0: every step was done. 2: settings, data or model cannot work (nothin
 
 from __future__ import annotations
 
+import json
+import os
 import sys
+import time
+from pathlib import Path
 
 from hybridflow.config.help import help_text
 from hybridflow.config.load import LoadedConfig, load_config
@@ -25,8 +29,17 @@ def main(arguments: list[str]) -> int:
             return 0
         return train(loaded)
     except HybridFlowError as error:
-        print("\n".join(f"✗ {line}" for line in str(error).splitlines()), file=sys.stderr, flush=True)
+        text = "\n".join(f"✗ {line}" for line in str(error).splitlines())
+        print(text, file=sys.stderr, flush=True)
+        tell_torchrun(text)
         return error.EXIT_CODE
+
+
+def tell_torchrun(text: str) -> None:
+    """torchrun ends with a report of its own, far below the error: this puts the error into it."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file:
+        Path(file).write_text(json.dumps({"message": text, "timestamp": int(time.time())}), encoding="utf-8")
 
 
 def train(loaded: LoadedConfig) -> int:

@@ -16,6 +16,7 @@ from hydra.errors import HydraException
 from hybridflow.config import keys
 
 FLAGS = {"--print_config": "print_config", "--help": "help", "-h": "help"}
+OPTIONS = [*FLAGS, "--config_dir=FOLDER"]
 COMMAND_LINE = "command line"
 
 
@@ -56,9 +57,9 @@ def parse(arguments: list[str], groups: list[str]) -> Arguments:
 
 def _not_an_override(argument: str) -> str:
     if argument.startswith("-"):
-        flag = keys.nearest(argument, list(FLAGS))
+        flag = keys.nearest(argument, OPTIONS)
         hint = f" Did you mean {flag}?" if flag else ""
-        return f"{argument}: no such option, and no value (write {argument}=VALUE).{hint} Options: {', '.join(FLAGS)}."
+        return f"{argument}: no such option, and no value (write --KEY=VALUE).{hint} Options: {', '.join(OPTIONS)}."
     if argument.startswith("~"):
         return f"{argument}: settings cannot be removed; give a value (KEY=null where null is allowed)."
     return f"{argument!r}: arguments are KEY=VALUE, as in rollout.n=8."

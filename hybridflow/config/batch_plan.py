@@ -146,8 +146,9 @@ def render(plan: BatchPlan) -> str:
         infer_tp = len(rollout.mesh[0])
         waves = f", in {rollout.waves} waves of max_num_seqs" if rollout.waves > 1 else ""
         place = ", on ranks of their own" if rollout.own_ranks else ""
+        replicas = f"{rollout.replicas} replica{'s' if rollout.replicas > 1 else ''}"
         lines += [
-            ("rollout", f"{rollout.replicas} replicas x tp {infer_tp}: {rollout.prompts_per_replica} prompts and "
+            ("rollout", f"{replicas} x tp {infer_tp}: {rollout.prompts_per_replica} prompts and "
                         f"{rollout.sequences_per_replica} sequences per replica{waves}{place}"),
             ("rollout mesh", f"(dp, infer_tp) {_mesh_text(rollout.mesh)}"),
         ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,6 +52,8 @@ def state_problems(config: Config) -> list[str]:
 
 
 def _model_problems(key: str, model: ModelConfig) -> Iterator[str]:
+    if not model.path:
+        return  # required: said elsewhere
     yield from _weight_problems(f"{key}.path", model.path)
     name, path = (f"{key}.path", model.path) if model.tokenizer_path is None else (f"{key}.tokenizer_path", model.tokenizer_path)
     if model.tokenizer_path is not None and not Path(path).is_dir():
@@ -79,6 +82,12 @@ def _data_problems(key: str, files: list[str]) -> list[str]:
 
 def _run_folder_problems(config: Config) -> list[str]:
     folder = Path(config.trainer.output_dir) / config.trainer.name
+    if not config.trainer.name:
+        return []  # refused by its own rule
+    parent = next(place for place in (folder, *folder.parents) if place.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        return [f"trainer.output_dir={config.trainer.output_dir}: the run folder {folder} cannot be made, since {parent} is "
+                f"{'not writable' if parent.is_dir() else 'a file'}; choose another folder."]
     if config.trainer.overwrite:
         return [f"{key}={path}: lies in {folder}, which trainer.overwrite=true clears before anything is read; choose another trainer.name."
                 for key, path in _inputs(config) if Path(path).resolve().is_relative_to(folder.resolve())]

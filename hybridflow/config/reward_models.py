@@ -195,7 +195,7 @@ def _typed(section: type[ScorerConfig], entry: Mapping[str, Any], prefix: str, c
             problems.append(f"{key}: no such key{f'; did you mean {near}?' if near else '.'} ({', '.join(sections[prefix])})")
         elif problem := _set(tree, leaf, key.removeprefix(f"{prefix}."), value):
             problems.append(problem)
-    if tree.model.get("path", None) is None or OmegaConf.is_missing(tree.model, "path"):
+    if tree.model.get("path", None) in (None, "") or OmegaConf.is_missing(tree.model, "path"):
         problems.append(f"{prefix}.model.path is required; add {prefix}.model.path=MODEL_FOLDER.")
     return (OmegaConf.to_object(tree), []) if not problems else (section(), problems)
 

@@ -257,7 +257,7 @@ class DataConfig:
 class TrainerConfig:
     name: str = "default"  # run name: the folder below output_dir
     output_dir: str = "runs"
-    seed: int = setting(1, minimum=0)
+    seed: int = setting(1, minimum=0, maximum=2**32 - 1)
     steps: int | None = setting(None, minimum=1)  # rollout-update steps; null: epochs
     epochs: int = setting(1, minimum=1)  # passes over the data when steps is null
     val_interval: int = setting(0, minimum=0)  # validate every k steps; 0: only at the end
@@ -275,7 +275,7 @@ class ClusterConfig:
     ranks_per_node: int | None = setting(None, minimum=1)  # worker processes per node; null: one per GPU (CPU: 1)
     start_timeout_seconds: float = setting(300.0, above=0)  # for Ray and the workers to come up
     phase_timeout_seconds: float = setting(1800.0, above=0)  # for one call of a worker
-    object_store_gib: float = setting(1.0, above=0)  # shared memory of Ray's object store per node
+    object_store_gib: float = setting(1.0, minimum=0.075)  # shared memory of Ray's object store per node; 0.075 is Ray's least
 
 
 @dataclass

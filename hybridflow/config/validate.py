@@ -59,7 +59,7 @@ def _sizes_in_range(in_range: list[str]) -> bool:
 
 def can_plan(config: Config, world: int) -> bool:
     """True if layouts and batch sizes divide as they must, whatever else is wrong: batch_plan() then has an answer."""
-    if not _sizes_in_range(range_problems(config)) or _layout_problems(config, world, None, {}):
+    if world < 1 or not _sizes_in_range(range_problems(config)) or _layout_problems(config, world, None, {}):
         return False
     return not batch_problems(config, world)
 
@@ -67,6 +67,8 @@ def can_plan(config: Config, world: int) -> bool:
 def _layout_problems(config: Config, world: int, facts: ModelFacts | None, others: Mapping[str, ModelFacts]) -> list[str]:
     """Every role's layout against its ranks and its model."""
     roles = model_roles(config)
+    if world < 1:
+        return []  # cluster.ranks_per_node is out of its range
     if actor_ranks(config, world) < 1:
         own = {role.section: role.own_ranks for role in roles} | {"rollout": rollout_ranks(config)}
         taken = ", ".join(f"{section}.ranks={ranks}" for section, ranks in own.items() if ranks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -62,9 +63,13 @@ class PromptDataset:
         self.counts["kept"] = len(self.prompts)
         if not self.prompts:
             raise DataError(
-                f"no usable prompt is left of {', '.join(files)}: {self.counts}; see data.max_prompt_length and data.malformed_rows"
+                f"no usable prompt is left of {', '.join(files)} ({self._counted()}); see data.max_prompt_length and data.malformed_rows"
             )
-        log.info("prompts of %s: %s", ", ".join(files), self.counts)
+        log.info("%s: %s", ", ".join(files), self._counted())
+
+    def _counted(self) -> str:
+        """The counts that are not zero, for people."""
+        return ", ".join(f"{count:,} {name}" for name, count in self.counts.items() if count or name in ("read", "kept")) + " rows"
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -139,6 +144,11 @@ class PromptDataset:
             raise DataError(
                 f"{row.place}: column {key!r} is empty ({value!r}); fill it, or set data.malformed_rows=skip to leave such rows out"
             )
+        if not _is_unicode(value):
+            raise DataError(
+                f"{row.place}: column {key!r} holds half a surrogate pair, which is no character ({value!r}); correct it, or set "
+                "data.malformed_rows=skip to leave such rows out"
+            )
         return value
 
     def _tokenize(self, prompts: list[Prompt]) -> None:
@@ -166,6 +176,15 @@ class PromptDataset:
                 prompt.ids = prompt.ids[-limit:] if policy == "left" else prompt.ids[:limit]
             kept.append(prompt)
         return kept
+
+
+def _is_unicode(value: Any) -> bool:
+    """Whether all text in it can be encoded. JSON can write half a surrogate pair ("\\ud800"), which no tokenizer takes."""
+    try:
+        json.dumps(value, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _lacks_template(prompt: Any, data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -21,13 +21,13 @@ def load_tokenizer(model: ModelConfig, key: str = "actor.model") -> PreTrainedTo
         raise ModelError(f"the tokenizer folder {path} does not exist; correct {key}.path or {key}.tokenizer_path")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"no tokenizer in {path}: {str(error).splitlines()[0]}; set {key}.tokenizer_path to a folder that has one"
-        ) from error
+    except Exception as error:  # damaged files end in whatever error the reader of their format meets
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ModelError(f"no tokenizer in {path} that can be read ({reason}); copy its files again, or set {key}.tokenizer_path to a "
+                         "folder that has one") from error
     if model.chat_template is not None:
         try:
             tokenizer.chat_template = Path(model.chat_template).read_text()
-        except OSError as error:
+        except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"{key}.chat_template={model.chat_template} cannot be read: {error}") from error
     return tokenizer

@@ -44,9 +44,11 @@ def convert(
 
     `source`: the model it was trained from; names, shapes and configuration must be the same. `dtype`: of the files; None: the one
     they have. A forward pass of Hugging Face on `to` must give, to the bit, what it gives on `model` rounded to `dtype`.
-    Host memory: one tensor while writing, then one model in float32. Leaves `to` as it was, and raises ModelError when
-    the model cannot be exported, ExportError when that failed.
+    `replace`: an empty folder or a model folder may stand at `to`. Host memory: one tensor while writing, then one model in float32.
+    Leaves `to` as it was, and raises ModelError when the model cannot be exported, ExportError when that failed.
     """
+    if replace:
+        _refuse_to_replace(Path(to))
     weights, found = inspect_model(model), describe(model)
     if source is not None:
         _compare_with_source(model, weights, source)
@@ -59,6 +61,14 @@ def convert(
     moved = _write(writer, model, tensors, weights)
     size = sum(torch.Size(shape).numel() for shape in weights.logical.values()) * kind.itemsize
     return Conversion(len(weights.logical), size, len({info.file for info in describe(to).values()}), kind, moved)
+
+
+def _refuse_to_replace(folder: Path) -> None:
+    """Only a model may be lost: a run's folder, or one with runs or models in it, holds more than its successor."""
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    if not (folder / "config.json").is_file() or (folder / "status.json").is_file() or any(folder.glob("*/config.json")):
+        raise ModelError(f"{folder.absolute()} is not replaced: it is no model folder, or holds more than one model; choose another path")
 
 
 def _write(writer: ModelFolderWriter, model: str, tensors: Iterator[tuple[str, torch.Tensor]], weights: WeightMap) -> float:

@@ -107,7 +107,7 @@ class ModelFolderWriter:
         if not (self.source / "config.json").is_file():
             raise ModelError(f"no config.json in {self.source}, the model's source folder")
         if self.path.exists() and not self.replace:
-            raise ModelError("it exists already; choose another path or ask to replace it")
+            raise ModelError("it exists already; choose another path, or --replace a model folder")
         shutil.rmtree(self.partial, ignore_errors=True)
         self.partial.mkdir(parents=True)
         needed = sum(torch.Size(shape).numel() for shape in self.shapes.values()) * self.dtype.itemsize

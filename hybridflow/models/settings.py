@@ -92,7 +92,7 @@ def read_hf_config(path: str) -> Any:
     """The Hugging Face configuration of a model folder, refused where a missing field would silently become a default.
 
     transformers fills an absent rope_theta with 10000; the file itself is asked, so that the value is always somebody's decision.
-    Raises ModelError when config.json is missing, unreadable, or has no usable rotary embedding.
+    Raises ModelError when config.json is missing, unreadable, refused by transformers, or has no usable rotary embedding.
     """
     file = Path(path) / "config.json"
     if not file.is_file():
@@ -104,4 +104,8 @@ def read_hf_config(path: str) -> Any:
     rope_kind(raw, file)
     from transformers import AutoConfig  # late: transformers takes seconds to import and the rest of this module does not need it
 
-    return AutoConfig.from_pretrained(path)
+    try:
+        return AutoConfig.from_pretrained(path)
+    except Exception as error:  # its classes check themselves, with errors of their own
+        reason = " ".join(str(error).split())
+        raise ModelError(f"{file}: refused by transformers ({reason}); take config.json from the model's source") from error

@@ -139,7 +139,9 @@ def _load_module(source: str, setting: str) -> ModuleType:
     try:
         return importlib.import_module(source)
     except ImportError as error:
-        raise ConfigError(f"{setting}: cannot import {source}: {error}; is its folder on PYTHONPATH?") from error
+        problem = ConfigError(f"{setting}: cannot import {source}: {error}; is its folder on PYTHONPATH?")
+        absent = isinstance(error, ModuleNotFoundError) and f"{source}.".startswith(f"{error.name}.")  # it, not what it imports
+        raise problem from (None if absent else error)
 
 
 def _load_file(file: Path, setting: str) -> ModuleType:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+import importlib
 import os
 import traceback
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, HybridFlowError
 from hybridflow.rewards.function import Item, Signature, load_function, signature_of
 from hybridflow.rewards.result import BadShape, BadValue, Score, parse_batched, parse_single
 
@@ -112,11 +113,18 @@ def _outcome(value: Any, item: Item) -> Outcome:
 
 
 def _traceback(error: BaseException) -> str:
-    """The traceback below our own frames, ending with the exception."""
+    """The traceback below our own frames and importlib's, ending with the exception; of an error of ours the message says it all."""
+    if isinstance(error, HybridFlowError):
+        return f"{type(error).__name__}: {error}"
     frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+    while frames is not None and _is_machinery(frames.tb_frame.f_code.co_filename):
         frames = frames.tb_next
     return "".join(traceback.format_exception(type(error), error, frames)).strip()
+
+
+def _is_machinery(file: str) -> bool:
+    """Code between the process and the user's module."""
+    return file in (__file__, load_function.__code__.co_filename, importlib.__file__) or file.startswith("<frozen importlib")
 
 
 def serve(descriptor: int) -> None:

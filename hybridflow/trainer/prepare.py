@@ -60,6 +60,11 @@ def prepare(config: Config, world: int) -> Prepared:
     report = check(config, world)
     if report.problems:
         raise ConfigError(report.problems)
+    return prepare_checked(config, report)
+
+
+def prepare_checked(config: Config, report: Report) -> Prepared:
+    """The rest of the checks, for settings without problems: weight files, tokenizer, every row of the data, the functions."""
     for path in sorted({role.settings.model.path for role in model_roles(config) if not role.is_judge}):
         inspect_model(path)
     algorithm = get_algorithm(config.algorithm.name)

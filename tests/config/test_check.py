@@ -1,7 +1,8 @@
-"""launch/check.py: exit codes and what it prints, in a process of its own; ranks and files in this one."""
+"""launch/check.py: exit codes and what it prints; ranks and files."""
 
 from __future__ import annotations
 
+import json
 import os
 import runpy
 import subprocess
@@ -16,10 +17,12 @@ from hybridflow.config.ranks import ranks_here, visible_gpus
 from hybridflow.config.schema import ClusterConfig
 from hybridflow.errors import ConfigError
 from tests.config.support import config_of, write_model
+from tests.tiny import make_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
+SHORT = ["data.max_prompt_length=8", "rollout.max_response_length=8"]
 Checked = tuple[int, str, str]  # exit code, standard output, standard error
 
 
@@ -46,16 +49,36 @@ def run(tmp_path: Path) -> list[str]:
             "data.train_batch_size=60", "rollout.tp=3", "--ranks=6"]
 
 
-def test_a_run_that_can_start(tmp_path: Path, run: list[str]) -> None:
-    """As a program, in a process of its own."""
-    command = [sys.executable, str(ROOT / "launch" / "check.py"), *run]
+def test_a_run_that_can_start(check: Callable[..., Checked], tmp_path: Path, run: list[str]) -> None:
+    """Weights, tokenizer and data are read, the function is tried, and nothing is written."""
+    make_tiny_model(tmp_path / "model", layers=2)
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"prompt": f"{a:02d}+1=", "answer": a + 1}) + "\n" for a in range(60)))
+    run += [*SHORT, "rollout.tp=2", "rollout.max_num_seqs=128", "reward.function=hybridflow.rewards.tasks.addition:score"]
+    code, out, err = check(*run)
+    assert code == 0, out + err
+    for part in ("grpo on 6 ranks", "2 key-value heads", "720 sequences", "[[0, 1], [2, 3], [4, 5]]", "warning: rollout.max_num_seqs=128",
+                 "update: ", "GiB per rank", "✓ The run can start."):
+        assert part in out
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a.jsonl", "model"]
+
+
+def test_the_program_ends_with_the_exit_code(tmp_path: Path, run: list[str]) -> None:
+    command = [sys.executable, str(ROOT / "launch" / "check.py"), *run, "rollout.top_p=2"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=60)
-    assert result.returncode == 0, result.stdout + result.stderr
-    for part in ("grpo on 6 ranks", "134.5 M parameters", "720 sequences", "[[0, 1, 2], [3, 4, 5]]", "warning: rollout.max_num_seqs=256",
-                 "update: ", "GiB per rank", "✓ The run can start."):
-        assert part in result.stdout
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a.jsonl", "model"]  # nothing was written
+    assert result.returncode == 2 and "134.5 M parameters" in result.stdout and "[[0, 1, 2], [3, 4, 5]]" in result.stdout
+
+
+def test_what_files_and_functions_hold_is_checked(check: Callable[..., Checked], run: list[str], tmp_path: Path) -> None:
+    make_tiny_model(tmp_path / "model", layers=2)
+    (tmp_path / "a.jsonl").write_text('{"question": "1+1="}\n')
+    run += [*SHORT, "rollout.tp=1"]
+    code, out, _ = check(*run)
+    assert code == 2 and "✗ " in out and "there is no column 'prompt'; the columns are ['question']" in out and "can start" not in out
+    (tmp_path / "a.jsonl").write_text('{"prompt": "1+1="}\n' * 60)
+    code, out, _ = check(*run)
+    assert code == 2 and "✗ reward.function=a:b: cannot import a" in out and "1 problem; nothing was started." in out
+    assert check(*run, "trainer.output_dir=a.jsonl")[1].count("✗ trainer.output_dir=a.jsonl: the run folder") == 1
 
 
 def test_all_problems_at_once_and_the_plan_where_there_is_one(check: Callable[..., Checked], run: list[str]) -> None:
@@ -69,6 +92,8 @@ def test_ranks_come_from_the_cluster_or_the_flag(check: Callable[..., Checked], 
     arguments = [argument for argument in run if not argument.startswith("--ranks")]
     assert "on 3 ranks" in check(*arguments, "cluster.ranks_per_node=3")[1]
     assert "on 6 ranks" in check(*arguments, "cluster.ranks_per_node=3", "--ranks", "6")[1]
+    code, out, _ = check(*arguments, "cluster.ranks_per_node=0")
+    assert code == 2 and out.count("✗") == 1 and "✗ cluster.ranks_per_node=0: must be at least 1." in out
     code, _, err = check("--ranks=none")
     assert code == 2 and "--ranks=none" in err
 

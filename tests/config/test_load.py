@@ -134,7 +134,7 @@ def test_a_misspelt_key_is_refused_with_the_nearest(argument: str, nearest: str)
     ("hydra.run.dir=/tmp", "no such key"),
     ("rollout.n={", "rollout.n={: expected an integer"),
     ("trainer.name=${trainer.nme}", "trainer.nme"),
-    ("--config_dir=/nowhere", "no such folder"),
+    ("--config_dir=/nowhere", "no such folder"), ("--config_dir", "Did you mean --config_dir=FOLDER"),
 ])
 def test_bad_values_are_named_with_what_was_expected(argument: str, expected: str) -> None:
     (problem,) = problems_of(argument)

@@ -59,6 +59,10 @@ def test_tokenizer_with_a_template_file(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ModelError, match=r"no tokenizer in .*empty.*actor.model.tokenizer_path"):
         load_tokenizer(ModelConfig(str(tmp_path / "empty")))
+    (tmp_path / "empty/tokenizer.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"no tokenizer in .*empty.*copy its files again"):
+        load_tokenizer(ModelConfig(str(tmp_path / "empty")))
+    (tmp_path / "empty/tokenizer.json").unlink()
     with pytest.raises(ModelError, match=r"tokenizer folder no/such does not exist"):
         load_tokenizer(ModelConfig("no/such"))
     assert load_tokenizer(ModelConfig(str(tmp_path / "empty"), tokenizer_path=path)).eos_token_id == 1

@@ -120,7 +120,7 @@ def test_c29_prompt_too_long_truncated(tmp_path: Path, policy: str, text: str) -
 def test_c29_prompt_too_long_filtered_and_counted(tmp_path: Path) -> None:
     data = load(jsonl(tmp_path, LONG), max_prompt_length=8, prompt_too_long="filter")
     assert data.texts([0]) == ["12+3="] and len(data) == 1 and data.counts["filtered"] == 1
-    with pytest.raises(DataError, match=r"no usable prompt is left.*'filtered': 2"):
+    with pytest.raises(DataError, match=r"no usable prompt is left.*2 filtered"):
         load(jsonl(tmp_path, LONG), max_prompt_length=1, prompt_too_long="filter")
 
 
@@ -157,6 +157,7 @@ def test_c32_missing_column_lists_columns_and_setting(tmp_path: Path, write) -> 
 @pytest.mark.parametrize(("row", "message"), [
     ({"answer": 1}, "the row lacks column 'prompt'"),
     ({"prompt": ""}, "column 'prompt' is empty"),
+    ({"prompt": "a\ud800"}, r"column 'prompt' holds half a surrogate pair.*data.malformed_rows=skip"),
     ({"prompt": None}, "column 'prompt' is empty"),
     ({"prompt": []}, "column 'prompt' is empty"),
     ({"prompt": 7}, ".*must be a string or chat messages.*got int: 7"),

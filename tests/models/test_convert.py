@@ -143,5 +143,19 @@ def test_an_existing_folder_needs_replace(models: dict[str, Path], tmp_path: Pat
     assert code == 2 and "exists already" in text
     assert run(capsys, "--model", models["llama"], "--to", tmp_path / "out", "--replace")[0] == 0
     assert_same_model(models["llama"], tmp_path / "out")
+    assert run(capsys, "--model", models["llama"], "--to", tmp_path / "out", "--replace")[0] == 0
     code, text = run(capsys, "--model", tmp_path / "nowhere", "--to", tmp_path / "other")
     assert code == 2 and "neither model.safetensors nor" in text
+
+
+def test_only_a_model_folder_is_replaced(models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--to runs --replace` must not cost every run."""
+    checkpoint = tmp_path / "runs/mine/checkpoint"
+    shutil.copytree(models["llama"], checkpoint)
+    (tmp_path / "runs/mine/status.json").write_text("{}")
+    (tmp_path / "file").write_text("")
+    for place in ("", "runs", "runs/mine", "file"):
+        code, text = run(capsys, "--model", models["llama"], "--to", tmp_path / place, "--replace")
+        assert code == 2 and "is not replaced" in text, (place, text)
+    assert (tmp_path / "file").exists() and len(list((tmp_path / "runs/mine").iterdir())) == 2
+    assert_same_model(models["llama"], checkpoint)

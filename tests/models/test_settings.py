@@ -65,6 +65,9 @@ def test_unreadable_config_names_the_file(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ModelError, match="config.json: not valid JSON"):
         read_hf_config(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps(config().to_dict() | {"num_attention_heads": 5}))
+    with pytest.raises(ModelError, match=r"config.json: refused by transformers .*hidden size \(48\).*attention heads \(5\)"):
+        read_hf_config(str(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,8 @@ def test_wrong_batch_dimension_shows_on_one_sample(dataset: PromptDataset, tmp_p
     ("def score(prompt, response): __import__('os')._exit(9)", RewardError, "its process ended with exit code 9"),
     ("score = 3", ConfigError, "has no function 'score'"),
     ("import no_such_module", ConfigError, "No module named 'no_such_module'"),
+    ("from hybridflow.errors import RewardError\ndef score(prompt, response): raise RewardError('no column x')", RewardError,
+     r"raised RewardError: no column x\n"),
 ])
 def test_unsound_functions_are_refused(dataset: PromptDataset, tmp_path: Path, body: str, error: type, message: str) -> None:
     (tmp_path / "mine.py").write_text(body + "\n")

@@ -272,7 +272,8 @@ def test_no_response_is_no_work() -> None:
 @pytest.mark.parametrize(("name", "message"), [
     ("tests.rewards.functions:absent", r"has no function 'absent'; it has \['ArrayLike', 'Kind', 'Scorer'"),
     ("tests.rewards.functions:NOT_CALLABLE", "has no function"),
-    ("tests.rewards.absent:f", "cannot import tests.rewards.absent"), ("no_colon", "must be package.module:name or path/file.py:name"),
+    ("tests.rewards.absent:f", r"cannot import tests.rewards.absent: .*PYTHONPATH\?$"), ("no_package.absent:f", r"PYTHONPATH\?$"),
+    ("no_colon", "must be package.module:name or path/file.py:name"),
     ("absent/file.py:f", "there is no file"), ("tests.rewards.broken:f", "(?s)importing it raised.*this module cannot be imported"),
     ("tests.rewards.functions:no_response", r"has the parameters \(prompt.*answer.*expected function\(prompt: str, response: str.*batched"),
     ("tests.rewards.functions:mixed", "expected function"), ("tests.rewards.functions:both", "expected function"),
