@@ -38,7 +38,12 @@ def main() -> None:
     parser.add_argument("--val", type=int, default=512, help="held-out sums")
     parser.add_argument("--seed", type=int, default=0, help="of the split and the weights")
     arguments = parser.parse_args()
-    arguments.out.mkdir(parents=True, exist_ok=True)
+    if not 0 < arguments.val < len(NUMBERS) ** 2 // 2:
+        parser.error(f"--val {arguments.val}: 1 to {len(NUMBERS) ** 2 // 2 - 1}, so that both files hold sums")
+    try:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out {arguments.out}: the folder cannot be made ({error})")
     write_model(arguments.out / "model", arguments.seed)
     train, val = split(arguments.val, arguments.seed)
     draw = random.Random(arguments.seed)
