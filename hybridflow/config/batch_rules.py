@@ -90,12 +90,13 @@ def _mini_batch_problems(size: int | None, rows: int, dp: int, unit: int) -> lis
 
 
 def length_problems(config: Config, facts: ModelFacts | None, others: Mapping[str, ModelFacts]) -> list[str]:
-    """The longest sequence against the positions of every model and the token budgets."""
+    """The longest sequence against the token budgets and the positions of every model that reads it whole: text that a scorer reads
+    is cut to its context, and counted."""
     longest = longest_sequence(config)
     parts = f"data.max_prompt_length={config.data.max_prompt_length} + {'='.join(map(str, longest_response(config)))} = {longest}"
     problems = []
-    judges = {role.name for role in model_roles(config) if role.is_judge}
-    for model in [facts, *(model for name, model in others.items() if name not in judges)]:
+    scorers = {role.name for role in model_roles(config) if not role.reads_tokens}
+    for model in [facts, *(model for name, model in others.items() if name not in scorers)]:
         if model is not None and longest > model.longest_sequence:
             limit = "tokens of the sliding window" if model.window else "positions"
             problems.append(f"{parts}: longer than the {model.longest_sequence} {limit} of {model.path}; nearest that works: "

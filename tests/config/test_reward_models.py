@@ -110,6 +110,12 @@ def test_a_judge_s_longest_question_fits_its_positions_and_its_cache() -> None:
             assert validate(config, 2, facts, others) == []
 
 
+def test_a_reward_model_may_have_a_shorter_context() -> None:
+    """What it reads is cut, and counted (rewards/scored_text.py)."""
+    config = load("reward.function=a:b", "actor.parallel.tp=1", f"actor.model.path={SMOLLM2.path}", "reward_models.r.model.path=/r")
+    assert validate(config, 1, SMOLLM2, {"reward_model_r": dataclasses.replace(SMOLLM2, path="/r", max_positions=512)}) == []
+
+
 def test_placement() -> None:
     """Beside the actor with its layout, in processes of its own with another, on ranks of its own with `ranks`."""
     config = load("reward_models.same=/a", "reward_models.cut.model.path=/b", "reward_models.cut.parallel.tp=1",
