@@ -96,9 +96,9 @@ def merged_counts(tallies: list[tuple[int, dict[str, float]]]) -> dict[str, floa
     merged: dict[str, float] = {}
     for name in dict.fromkeys(name for _, counts in tallies for name in counts):
         found = [(rows, counts[name]) for rows, counts in tallies if name in counts]
-        counts = name in COUNTERS or (name.startswith("reward_model/") and name.endswith(MODEL_COUNTERS))
-        total = math.fsum(value if counts else rows * value for rows, value in found)
-        merged[name] = total if counts else total / sum(rows for rows, _ in found)
+        counted = name in COUNTERS or (name.startswith("reward_model/") and name.endswith(MODEL_COUNTERS))
+        total = math.fsum(value if counted else rows * value for rows, value in found)
+        merged[name] = total if counted else total / sum(rows for rows, _ in found)
     return merged
 
 DAPO = Algorithm("dapo", dapo_step, {"actor": policy_loss})

@@ -137,10 +137,7 @@ def _judge_length_problems(config: Config, facts: ModelFacts | None, others: Map
         if longest > model.longest_sequence:
             problems.append(f"{parts}: longer than the {model.longest_sequence} positions of {model.path}; nearest that works: a sum of "
                             f"{model.longest_sequence}.")
-        needed = longest * kv_bytes_per_token(judge.parallel.tp, judge.model.dtype, model) / GIB
-        if judge.kv_cache_gib < needed:
-            problems.append(f"{section}.kv_cache_gib={judge.kv_cache_gib:g}: holds no sequence of {longest} tokens; nearest that works: "
-                            f"{math.ceil(needed * 1000) / 1000:g}.")
+        problems += _cache_problems(section, judge.kv_cache_gib, longest, kv_bytes_per_token(judge.parallel.tp, judge.model.dtype, model))
     return problems
 
 
@@ -163,15 +160,21 @@ def engine_problems(config: Config, facts: ModelFacts | None) -> list[str]:
     if facts is None:
         return problems
     longest = longest_sequence(config)
-    needed = longest * kv_bytes_per_token(rollout.tp, config.actor.model.dtype, facts) / GIB
-    if rollout.kv_cache_gib < needed:
-        problems.append(f"rollout.kv_cache_gib={rollout.kv_cache_gib:g}: holds no sequence of {longest} tokens; "
-                        f"nearest that works: {math.ceil(needed * 1000) / 1000:g}.")
+    problems += _cache_problems("rollout", rollout.kv_cache_gib, longest, kv_bytes_per_token(rollout.tp, config.actor.model.dtype, facts))
     outside = [token for token in rollout.stop_token_ids if not 0 <= token < facts.vocab]
     if outside:
         problems.append(f"rollout.stop_token_ids={rollout.stop_token_ids}: {outside} outside the vocabulary of {facts.path} "
                         f"(0 to {facts.vocab - 1}).")
     return problems
+
+
+def _cache_problems(section: str, cache_gib: float, longest: int, bytes_per_token: int) -> list[str]:
+    """The cache of an engine against its longest sequence."""
+    needed = longest * bytes_per_token / GIB
+    if cache_gib >= needed:
+        return []
+    return [f"{section}.kv_cache_gib={cache_gib:g}: holds no sequence of {longest} tokens; nearest that works: "
+            f"{math.ceil(needed * 1000) / 1000:g}."]
 
 
 def kv_bytes_per_token(tp: int, dtype: str, facts: ModelFacts) -> int:

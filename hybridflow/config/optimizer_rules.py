@@ -10,8 +10,8 @@ from hybridflow.config.schema import OptimizerConfig, WeightsConfig
 WSD_DECAY_SHARE = 10  # decay_steps null: a tenth of the run
 
 
-def optimizer_problems(section: str, optimizer: OptimizerConfig, total_steps: int | None = None) -> list[str]:
-    """What is wrong with `<section>.*`, one message each. total_steps: optimizer steps of the run; None leaves out what needs it."""
+def optimizer_problems(section: str, optimizer: OptimizerConfig) -> list[str]:
+    """What is wrong with `<section>.*` whatever the length of the run, one message each."""
     problems = []
     if optimizer.min_lr > optimizer.lr:
         problems.append(f"{section}.min_lr={optimizer.min_lr}: above the peak, {section}.lr={optimizer.lr}; nearest that works: "
@@ -19,15 +19,18 @@ def optimizer_problems(section: str, optimizer: OptimizerConfig, total_steps: in
     if optimizer.decay_steps is not None and optimizer.schedule != "wsd":
         problems.append(f"{section}.decay_steps={optimizer.decay_steps}: only the schedule wsd has it, not {section}.schedule="
                         f"{optimizer.schedule}; use null.")
-    if total_steps is None:
-        return problems
-    if optimizer.warmup_steps >= total_steps:
-        problems.append(f"{section}.warmup_steps={optimizer.warmup_steps}: the run has {total_steps} optimizer steps; nearest that works: "
-                        f"{total_steps - 1}.")
-    elif optimizer.schedule == "wsd" and optimizer.warmup_steps + wsd_decay_steps(optimizer, total_steps) > total_steps:
-        problems.append(f"{section}.decay_steps={optimizer.decay_steps}: with {section}.warmup_steps={optimizer.warmup_steps} more than "
-                        f"the {total_steps} optimizer steps of the run; nearest that works: {total_steps - optimizer.warmup_steps}.")
     return problems
+
+
+def schedule_problems(section: str, optimizer: OptimizerConfig, total_steps: int) -> list[str]:
+    """Why the schedule of `<section>` does not fit a run of `total_steps` optimizer steps."""
+    if optimizer.warmup_steps >= total_steps:
+        return [f"{section}.warmup_steps={optimizer.warmup_steps}: the run has {total_steps} optimizer steps; nearest that works: "
+                f"{total_steps - 1}."]
+    if optimizer.schedule == "wsd" and optimizer.warmup_steps + wsd_decay_steps(optimizer, total_steps) > total_steps:
+        return [f"{section}.decay_steps={optimizer.decay_steps}: with {section}.warmup_steps={optimizer.warmup_steps} more than "
+                f"the {total_steps} optimizer steps of the run; nearest that works: {total_steps - optimizer.warmup_steps}."]
+    return []
 
 
 def moments_problems(key: str, optimizer: OptimizerConfig, dtype: str, device: str) -> list[str]:

@@ -12,7 +12,7 @@ from hybridflow.config.algorithm_rules import algorithm_problems
 from hybridflow.config.batch_rules import batch_problems, engine_problems, length_problems, optimizer_steps
 from hybridflow.config.layout_rules import generation_layout_problems, model_ranks, training_layout_problems, vocabulary_problems
 from hybridflow.config.model_facts import ModelFacts
-from hybridflow.config.optimizer_rules import layer_problems, moments_problems, optimizer_problems
+from hybridflow.config.optimizer_rules import layer_problems, moments_problems, optimizer_problems, schedule_problems
 from hybridflow.config.placement import actor_ranks, generation_ranks, ranks_of, rollout_ranks
 from hybridflow.config.ranges import missing_problems, range_problems
 from hybridflow.config.reward_models import COST, REWARD, scorer_problems
@@ -93,14 +93,12 @@ def _arithmetic_problems(config: Config, world: int, facts: ModelFacts | None, o
 
 
 def _schedule_problems(config: Config) -> list[str]:
-    """Learning rates against the length of the run, where that does not depend on the data; what it does not change is said already."""
+    """Learning rates against the length of the run, where that does not depend on the data."""
     steps, problems = config.trainer.steps, []
     for role in model_roles(config) if steps is not None else ():
         total = optimizer_steps(config, role.name, steps)
         if role.trained and total > 0:
-            arguments = f"{role.section}.optimizer", role.settings.optimizer
-            said = optimizer_problems(*arguments)
-            problems += [problem for problem in optimizer_problems(*arguments, total) if problem not in said]
+            problems += schedule_problems(f"{role.section}.optimizer", role.settings.optimizer, total)
     return problems
 
 

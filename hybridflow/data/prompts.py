@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -93,6 +94,7 @@ class PromptDataset:
         """Every column of the file but the prompt, as Python objects: what a reward function gets."""
         return [self.prompts[i].columns for i in indices]
 
+    @cached_property
     def column_sets(self) -> dict[frozenset[str], str]:
         """The sets of columns that rows have beside the prompt (lines of JSON may differ), each with the place of its first row."""
         found: dict[frozenset[str], str] = {}

@@ -165,7 +165,6 @@ class MegatronEngine:
         ranks. Returns loss, grad_norm (before clipping), lr and the loss function's own metrics, equal on every rank.
         Raises NumericsError on every rank, weights untouched, when the loss or the gradient is not finite.
         """
-        self._ready("update")
         optimizer = self._trained("update")
         head = self._head(temperature, entropy)
         micro_batches = self._micro_batches(batch, token_budget, head, columns=True)
@@ -210,7 +209,6 @@ class MegatronEngine:
 
     def optimizer_state(self) -> dict[str, Any]:
         """This rank's optimizer (moments, float32 main weights, place in the schedule) in host memory, fit for torch.save."""
-        self._ready("optimizer_state")
         return self._trained("optimizer_state").state()
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
@@ -218,24 +216,25 @@ class MegatronEngine:
 
         Raises ModelError when the state does not fit.
         """
-        self._ready("load_optimizer_state")
         self._trained("load_optimizer_state").load_state(state)
 
     def save_optimizer(self, path: str, source: str) -> None:
         """Write the optimizer's state so that an engine of any layout can load it (collective): see optimizer_files.py."""
-        self._ready("save_optimizer")
         optimizer = self._trained("save_optimizer")
         optimizer_files.save(path, source, optimizer, named_parameters(self.chunks), self.weights, self.layout)
 
     def load_optimizer(self, path: str) -> None:
         """Continue from `save_optimizer` of an engine of the same model in any layout; load the weights first."""
-        self._ready("load_optimizer")
         optimizer = self._trained("load_optimizer")
         optimizer_files.load(path, optimizer, named_parameters(self.chunks), self.shard_parameters(), self.weights)
 
     def _trained(self, verb: str) -> Optimizer:
+        """The optimizer, where the engine is ready and has it here."""
+        self._ready(verb)
         if self.optimizer is None:
             raise PhaseError(f"{verb} on an engine without optimizer: it was built for inference only")
+        if self._offloaded:
+            raise PhaseError(f"{verb} while the optimizer is offloaded; call onload_optimizer first")
         return self.optimizer
 
     def _ready(self, verb: str, head: str | None = None) -> None:
@@ -245,8 +244,6 @@ class MegatronEngine:
             raise PhaseError(f"{verb} before load: the engine has no weights yet")
         if self._host_weights is not None:
             raise PhaseError(f"{verb} while the weights are offloaded; call onload_weights first")
-        if self._offloaded and (verb == "update" or "optimizer" in verb):
-            raise PhaseError(f"{verb} while the optimizer is offloaded; call onload_optimizer first")
 
     def _evaluate(self, batch: Batch, head: Head, fields: list[str], token_budget: int) -> list[torch.Tensor]:
         """Fields of the head's Outputs for the whole batch, on the CPU of every rank: by response token, or by row (`_R`)."""

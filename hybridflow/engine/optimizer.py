@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybridflow.config.optimizer_rules import moments_problems, optimizer_problems, wsd_decay_steps
+from hybridflow.config.optimizer_rules import moments_problems, optimizer_problems, schedule_problems, wsd_decay_steps
 from hybridflow.config.ranges import field_problems
 from hybridflow.config.schema import OptimizerConfig
 from hybridflow.engine import compat  # noqa: F401  (before megatron)
@@ -45,7 +45,9 @@ def check(config: OptimizerConfig, total_steps: int | None, device: Device, dtyp
     """Raises ConfigError listing every setting that cannot work. total_steps: optimizer steps of the run; dtype: of the model."""
     if config.schedule != "constant" and total_steps is None:
         raise ValueError(f"the schedule {config.schedule} decays over the run: the engine must be given total_steps")
-    problems = field_problems("optimizer", config) + optimizer_problems("optimizer", config, total_steps)
+    problems = field_problems("optimizer", config) + optimizer_problems("optimizer", config)
+    if total_steps is not None:
+        problems += schedule_problems("optimizer", config, total_steps)
     problems += moments_problems("optimizer", config, str(dtype).removeprefix("torch."), device.kind)
     if config.moments_dtype != "float32" and not HAVE_TE:
         problems.append(f"optimizer.moments_dtype={config.moments_dtype}: it is Transformer Engine's optimizer, which cannot be imported; "

@@ -43,5 +43,6 @@ def generation_shard(weights: WeightMap, generation: GenerationLayout, rank: int
 def _generation_shards(weights: WeightMap, generation: GenerationLayout) -> list[Shard]:
     """Of every rank that generates; replicas share one shard."""
     places = [(generation.position(rank)[1], generation.slice_of(rank)) for rank in range(generation.world)]
-    shards = {place: generation_shard(weights, generation, rank) for rank, place in enumerate(places) if places.index(place) == rank}
+    first = {place: rank for rank, place in reversed(list(enumerate(places)))}
+    shards = {place: generation_shard(weights, generation, rank) for place, rank in first.items()}
     return [shards[place] for place in places]

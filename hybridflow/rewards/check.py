@@ -27,8 +27,9 @@ def check_reward_function(reward: RewardConfig, dataset: PromptDataset, tokenize
     columns = dataset.rows([0])[0]
     length = len(tokenizer(SAMPLE_RESPONSE, add_special_tokens=False)["input_ids"])
     with RewardRunner(replace(reward, workers=1, on_error="raise")) as runner:
+        signature = runner.signature()
         for rows in (dataset, validation):
-            if rows is not None and (problems := column_problems(reward, runner.signature(), rows)):
+            if rows is not None and (problems := column_problems(reward, signature, rows)):
                 raise ConfigError(problems)
         result = runner.score(dataset.texts([0]) * 2, [SAMPLE_RESPONSE] * 2, [columns] * 2, ["stop"] * 2, [length] * 2)
     if alone and result.metrics[f"{reward.section}/abstained"]:
@@ -46,7 +47,7 @@ def check_reward_function(reward: RewardConfig, dataset: PromptDataset, tokenize
 def column_problems(reward: RewardConfig, signature: Signature, dataset: PromptDataset) -> list[str]:
     """Why the function cannot be called with the columns of the first rows that it does not fit. A batched one gets None for what
     single rows lack."""
-    found = dataset.column_sets()
+    found = dataset.column_sets
     if signature.batched:
         found = {frozenset().union(*found): next(iter(found.values()))}
     for columns, place in found.items():

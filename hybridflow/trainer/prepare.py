@@ -12,7 +12,7 @@ from hybridflow.config.algorithm_rules import critic_warmup_problems
 from hybridflow.config.algorithms import ALGORITHMS
 from hybridflow.config.batch_rules import optimizer_steps
 from hybridflow.config.layout import GenerationLayout
-from hybridflow.config.optimizer_rules import optimizer_problems
+from hybridflow.config.optimizer_rules import schedule_problems
 from hybridflow.config.placement import Placement
 from hybridflow.config.roles import generates, has_role, model_roles, uses_function
 from hybridflow.config.schema import Config, RewardConfig
@@ -84,7 +84,7 @@ def prepare_checked(config: Config, report: Report) -> Prepared:
     prepared = Prepared(config, algorithm, tokenizer, train, validation, sampler, steps, ptx, report)
     problems = critic_warmup_problems(config, steps)  # without trainer.steps known from the data alone
     problems = problems or [problem for role in model_roles(config) if role.trained for problem in
-                optimizer_problems(f"{role.section}.optimizer", role.settings.optimizer, prepared.optimizer_steps(role.name))]
+                schedule_problems(f"{role.section}.optimizer", role.settings.optimizer, prepared.optimizer_steps(role.name))]
     if problems:
         raise ConfigError(problems)
     return prepared
@@ -103,6 +103,6 @@ def _try_questions(config: Config, train: PromptDataset, validation: PromptDatas
     """Every field of a judge's prompt must be a column of every row."""
     judges = [(role.section, role.settings) for role in model_roles(config) if role.is_judge]
     problems = [problem for section, judge in judges for rows in (train, validation) if rows is not None
-                for problem in field_problems(judge, section, rows.column_sets())]
+                for problem in field_problems(judge, section, rows.column_sets)]
     if problems:
         raise ConfigError(problems)

@@ -15,7 +15,7 @@ from hybridflow.engine.device import Device
 from hybridflow.models.shards import ShardParameter
 from hybridflow.models.weight_map import WeightMap
 from hybridflow.reshard.execute import Resharder
-from hybridflow.reshard.hybrid import hybrid_plan, pool_plan
+from hybridflow.reshard.hybrid import generation_shard, hybrid_plan, pool_plan
 from hybridflow.reshard.plan import Move, ReshardPlan, plan
 
 warnings.filterwarnings("ignore", message=".*all_gather_into_tensor", category=FutureWarning)  # its new name is not in torch 2.11
@@ -59,11 +59,7 @@ class Way:
 
     def shards(self) -> tuple[Shard, Shard]:
         """What this rank holds, and what it shall hold."""
-        return self.weights.megatron(self.layout, self.rank), self.generation_shard(self.rank)
-
-    def generation_shard(self, place: int) -> Shard:
-        at = self.generation
-        return self.weights.vllm(at.tp, at.position(place)[1], body=at.slice_of(place))
+        return self.weights.megatron(self.layout, self.rank), generation_shard(self.weights, self.generation, self.rank)
 
     def prepare(self) -> None:
         raise NotImplementedError
@@ -99,7 +95,9 @@ class Pools(Planned):
 
     def shards(self) -> tuple[Shard, Shard]:
         place = self.rank - self.layout.world
-        return ({}, self.generation_shard(place)) if place >= 0 else (self.weights.megatron(self.layout, self.rank), {})
+        if place < 0:
+            return self.weights.megatron(self.layout, self.rank), {}
+        return {}, generation_shard(self.weights, self.generation, place)
 
     def plan(self) -> ReshardPlan:
         return pool_plan(self.weights, self.layout, self.generation, node_of=[0] * dist.get_world_size())

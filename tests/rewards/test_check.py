@@ -99,7 +99,7 @@ def test_c32_every_row_is_compared_with_the_parameters_and_those_of_validation_t
 
 
 def test_c32_a_judge_s_question_is_compared_with_every_row(tmp_path: Path) -> None:
-    sets = rows_of(tmp_path / "a.jsonl", {"answer": 3}, {"label": 3}).column_sets()
+    sets = rows_of(tmp_path / "a.jsonl", {"answer": 3}, {"label": 3}).column_sets
     judge = JudgeConfig(prompt="{prompt} {response} {{x}} {answer}")
     (problem,) = field_problems(judge, "reward_models.j", sets)
     assert problem.startswith("reward_models.j.prompt names ['answer'], but ")
