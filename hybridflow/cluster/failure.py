@@ -22,6 +22,8 @@ from hybridflow.errors import HybridFlowError, ReshardError, WorkerError
 GRACE_SECONDS = 2.0  # after the first failure: time for others to report
 PEER_LOST_GRACE_SECONDS = 15.0  # the same while all we know is that peers lost a peer: its death takes longer to be noticed
 _PEER_LOST_TYPES = {"DistBackendError", "DistNetworkError", "DistStoreError", "BrokenPipeError", "ConnectionResetError", "ConnectionError"}
+# What torch's watchdog writes before it aborts a process whose NCCL peer is gone.
+_ABORTED_TEXT = re.compile(r"ncclRemoteError|remote process exited|watchdog caught collective operation timeout", re.I)
 _PEER_LOST_TEXT = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed out|peer|socket|tcpstore", re.I)
 
 
@@ -58,6 +60,11 @@ def _peer_lost(error: BaseException | None) -> bool:
         return False
     told = isinstance(error, RuntimeError) and _PEER_LOST_TEXT.search(str(error)) is not None
     return told or not _PEER_LOST_TYPES.isdisjoint(cls.__name__ for cls in type(error).__mro__)
+
+
+def aborted_for_a_peer(log: Iterable[str]) -> bool:
+    """Whether the last lines of a dead process say that it was aborted because another rank was gone."""
+    return any(_ABORTED_TEXT.search(line) for line in log)
 
 
 def first_cause(failures: Iterable[Failure]) -> Failure:

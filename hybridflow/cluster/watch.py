@@ -19,7 +19,7 @@ import ray
 from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from hybridflow.cluster.failure import GRACE_SECONDS, PEER_LOST_GRACE_SECONDS, Failure, first_cause, worker_error
+from hybridflow.cluster.failure import GRACE_SECONDS, PEER_LOST_GRACE_SECONDS, Failure, aborted_for_a_peer, first_cause, worker_error
 from hybridflow.cluster.worker import STACK_SIGNAL, Place, Reply
 from hybridflow.errors import WorkerError
 
@@ -28,6 +28,7 @@ POLL_SECONDS = 0.2  # how often other calls are looked at while one is waited fo
 STACK_SECONDS = 1.0  # time a process gets to write its stacks
 REMOTE_STACK_SECONDS = 10.0  # the same on another node, where a helper process must start first
 LOG_TAIL_LINES = 20
+ABORT_LINES = 500  # an abort is followed by the stacks of all threads
 PROGRESS_BAR = re.compile(r"\d+%\|")  # tqdm's: many lines of a log, none of which says why a process died
 DIED = " without an error of its own; a crash is in its log, and dmesg tells when the kernel killed it for memory"
 _watches: weakref.WeakSet[Watch] = weakref.WeakSet()
@@ -129,12 +130,20 @@ class Watch:
     def _reply_of(self, ref: ray.ObjectRef, rank: int, call: Call) -> Reply:
         try:
             return ray.get(ref)
+        except RayActorError:
+            failure = self._death(rank, call)
         except RayError as error:
-            died = isinstance(error, RayActorError)
-            kind = "WorkerDied" if died else type(error).__name__
-            text = f"process {self.places[rank].pid} died{DIED}\n{self._log_tail(rank)}" if died else str(error)
-            trace = "" if died else str(error)  # of a dead process Ray knows no more than that
-            return Reply(rank, failure=Failure(time.time(), rank, call.role, call.verb, self.places[rank].host, (kind,), text, trace))
+            text = str(error)
+            failure = Failure(time.time(), rank, call.role, call.verb, self.places[rank].host, (type(error).__name__,), text, text)
+        return Reply(rank, failure=failure)
+
+    def _death(self, rank: int, call: Call) -> Failure:
+        """Of a process that is gone; what Ray knows is no more than that, so its log must tell."""
+        place, log = self.places[rank], self._log_lines(rank)
+        text = f"process {place.pid} died{DIED}\n"
+        if log:
+            text += f"end of {self.log_files[rank]}:\n" + "\n".join(log[-LOG_TAIL_LINES:])
+        return Failure(time.time(), rank, call.role, call.verb, place.host, ("WorkerDied",), text, "", aborted_for_a_peer(log))
 
     def _failures(self) -> list[Failure]:
         return [reply.failure for call in self._open for reply in call.replies.values() if reply.failure]
@@ -177,13 +186,13 @@ class Watch:
             texts |= {asked[ref]: _told_stack(ref) for ref in ready}
         return texts
 
-    def _log_tail(self, rank: int) -> str:
+    def _log_lines(self, rank: int) -> list[str]:
+        """The last lines of a rank's log, without progress bars; none where no log is kept or it is not on this node."""
         path = self.log_files.get(rank)
         if not path or not os.path.exists(path):
-            return ""
-        lines = [line for line in Path(path).read_text(errors="replace").splitlines() if line.strip() and not PROGRESS_BAR.search(line)]
-        lines = lines[-LOG_TAIL_LINES:]
-        return f"end of {path}:\n" + "\n".join(lines)
+            return []
+        lines = Path(path).read_text(errors="replace").splitlines()
+        return [line for line in lines if line.strip() and not PROGRESS_BAR.search(line)][-ABORT_LINES:]
 
 
 def dump_stack(place: Place) -> str:

@@ -96,10 +96,12 @@ class Mirror:
 
 
 class Faulty:
-    """Every way to fail."""
+    """Every way to fail. host_of_its_own: NCCL takes each rank for one on another host, so that they may share a GPU."""
 
-    def __init__(self, context: WorkerContext, broken: int | None = None) -> None:
+    def __init__(self, context: WorkerContext, broken: int | None = None, host_of_its_own: bool = False) -> None:
         self.context = context
+        if host_of_its_own:
+            os.environ["NCCL_HOSTID"] = f"rank-{context.rank}"
         if context.rank == broken:
             raise ConfigError(["first problem", "second problem"])
         dist.barrier()
@@ -126,6 +128,17 @@ class Faulty:
         total = torch.ones(1, device=Device.detect(self.context.device_name).torch_device)
         dist.all_reduce(total)
         total.item()
+
+    @register(Protocol.ONE_TO_ALL)
+    def abort_for(self, lost: int) -> None:
+        """Rank `lost` is killed; the others end before it, with the words of torch's watchdog for NCCL."""
+        if self.context.rank == lost:
+            time.sleep(1)
+            os.kill(os.getpid(), signal.SIGKILL)
+        sys.stderr.write("[Rank 0] Collective WorkNCCL(SeqNum=10, OpType=ALLREDUCE) raised the following async exception: NCCL error: "
+                         "remote process exited or there was a network error, NCCL version 2.28.9\n")
+        sys.stderr.flush()
+        os.abort()
 
     @register(Protocol.ONE_TO_ALL)
     def stall(self, bad: int, seconds: float = 600.0) -> None:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,6 +43,14 @@ def test_a_sync_broken_by_a_dead_peer_is_not_the_cause() -> None:
     assert not failure(0, 1.0, ReshardError("tensors differ")).peer_lost
 
 
+def test_a_process_aborted_because_its_peer_died_is_not_the_cause(pool: ResourcePool, tmp_path: Path) -> None:
+    """Rank 0 dies as torch's watchdog ends it, stacks of threads and all, before rank 1's death is seen."""
+    group = start(pool, tmp_path)
+    group.role("faulty").abort_for(lost=1)
+    with pytest.raises(WorkerError, match=f"rank 1 .*process {group.places[1].pid} died"):
+        group.role("faulty").stall(bad=0).get()
+
+
 def test_a_typed_error_stays_typed() -> None:
     error = worker_error(failure(3, 0.0, NumericsError("loss is nan")))
     assert isinstance(error, WorkerError) and isinstance(error, NumericsError) and not isinstance(error, ConfigError)
@@ -71,9 +80,10 @@ def pool(ray_cluster: Cluster) -> Iterator[ResourcePool]:
     pool.close()
 
 
-def start(pool: ResourcePool, tmp_path: object, phase_timeout: float = 60.0, **kwargs: object) -> WorkerGroup:
+def start(pool: ResourcePool, tmp_path: object, phase_timeout: float = 60.0, environment: dict[str, str] | None = None,
+          **kwargs: object) -> WorkerGroup:
     return WorkerGroup(pool, {"faulty": (Faulty, kwargs)}, layout=Layout(2, tp=2), start_timeout=120, phase_timeout=phase_timeout,
-                       log_dir=str(tmp_path))
+                       log_dir=str(tmp_path), environment=environment)
 
 
 def test_one_rank_raises_while_its_peer_waits_in_a_collective(pool: ResourcePool, tmp_path: object) -> None:
@@ -99,8 +109,9 @@ def test_a_killed_worker_is_named(pool: ResourcePool, tmp_path: object) -> None:
     check_killed_worker(pool, tmp_path)
 
 
-def check_killed_worker(pool: ResourcePool, tmp_path: object) -> None:
-    group = start(pool, tmp_path)
+def check_killed_worker(pool: ResourcePool, tmp_path: object, **kwargs: Any) -> None:
+    """kwargs: of `start`."""
+    group = start(pool, tmp_path, **kwargs)
     begun = time.monotonic()
     with pytest.raises(WorkerError, match=f"rank 1 .*process {group.places[1].pid} died") as caught:
         group.role("faulty").die(bad=1).get()
