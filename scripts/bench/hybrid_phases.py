@@ -25,6 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from hybridflow.cluster.launch_environment import MAX_THREADS, pinned_memory
 from hybridflow.network import free_port
 
 SHAPES = {  # hidden, feed-forward, layers, heads, key-value heads, vocabulary, tied: Qwen2.5 1.5B and 7B
@@ -170,8 +171,10 @@ def parse() -> argparse.Namespace:
 def run_way(folder: str, alias: str) -> list[dict[str, Any]]:
     """`measure` in a process of its own. Raises CalledProcessError when it fails."""
     place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    defaults = {"PYTORCH_CUDA_ALLOC_CONF": pinned_memory(MAX_THREADS)}  # as a rank of a run has
     out = Path(folder) / f"rounds-{alias}.json"
-    subprocess.run([sys.executable, __file__, *sys.argv[1:], "--run", folder, alias, str(out)], env=os.environ | place, check=True)
+    command = [sys.executable, __file__, *sys.argv[1:], "--run", folder, alias, str(out)]
+    subprocess.run(command, env=defaults | os.environ | place, check=True)
     return json.loads(out.read_text())
 
 

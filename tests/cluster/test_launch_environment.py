@@ -22,6 +22,16 @@ def test_ranks_of_a_node_see_all_its_devices_of_the_group_as_under_torchrun() ->
     assert all("GLOO_SOCKET_IFNAME" not in e for e in environments)
 
 
+def test_host_memory_is_pinned_by_the_threads_of_a_rank_unless_the_user_has_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(24)))
+    places = [place("a", "0"), place("a", "1")]
+    for environment in rank_environments(places, "cuda", "job", {}):
+        assert environment["OMP_NUM_THREADS"] == "12"
+        assert environment["PYTORCH_CUDA_ALLOC_CONF"] == "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512")
+    assert rank_environments(places, "cuda", "job", {})[0]["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:512"
+
+
 def test_one_host_stays_on_the_loopback_interface() -> None:
     (environment,) = rank_environments([place("a")], "cpu", "job", {})
     assert environment["MASTER_ADDR"] == "127.0.0.1" and environment["GLOO_SOCKET_IFNAME"] == "lo"
