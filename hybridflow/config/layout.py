@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
+from hybridflow.errors import ConfigError
+
 
 @dataclass(frozen=True)
 class Coordinates:
@@ -25,7 +27,10 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class Layout:
-    """A training layout over `world` ranks; dp = world / (tp cp pp). Experts: world / (pp etp ep) ranks hold copies of each."""
+    """A training layout over `world` ranks; dp = world / (tp cp pp). Experts: world / (pp etp ep) ranks hold copies of each.
+
+    Raises ConfigError when these do not divide the ranks.
+    """
 
     world: int
     tp: int = 1
@@ -38,10 +43,10 @@ class Layout:
     def __post_init__(self) -> None:
         model = self.tp * self.pp * self.cp
         if self.world % model:
-            raise ValueError(f"{self.world} ranks are no multiple of tp {self.tp} x pp {self.pp} x cp {self.cp} = {model}")
+            raise ConfigError(f"{self.world} ranks are no multiple of tp {self.tp} x pp {self.pp} x cp {self.cp} = {model}")
         stage, experts = self.world // self.pp, self.etp * self.ep
         if stage % experts:
-            raise ValueError(f"the {stage} ranks of a pipeline stage are no multiple of etp {self.etp} x ep {self.ep} = {experts}")
+            raise ConfigError(f"the {stage} ranks of a pipeline stage are no multiple of etp {self.etp} x ep {self.ep} = {experts}")
 
     @property
     def dp(self) -> int:

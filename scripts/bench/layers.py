@@ -140,6 +140,8 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--steps", type=int, default=5)
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs an NVIDIA GPU; torch.cuda.is_available() is False")
     torch.backends.cuda.matmul.allow_tf32 = False
     Device.detect("cuda").activate()
     dist.init_process_group("nccl", init_method=f"file://{tempfile.mkdtemp()}/store", rank=0, world_size=1)

@@ -31,7 +31,7 @@ from hybridflow.reshard.grouping import consecutive, generation_layout
 from scripts.bench.reshard_models import MODELS, model_config
 from scripts.bench.reshard_simulate import simulate
 from scripts.bench.reshard_ways import GatherAll, GatherEach, Planned, Pools, Way, expected, shards
-from scripts.bench.timing import PeakMemory, local_ranks, slowest
+from scripts.bench.timing import PeakMemory, local_ranks, positive, slowest
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -66,13 +66,19 @@ def measure(way: Way, device: Device, repeats: int) -> Result:
     return Result(way.name, int(worst[0]), int(worst[1]), seconds)
 
 
+def layouts(arguments: argparse.Namespace, ranks: int) -> tuple[Layout, GenerationLayout]:
+    """Of training and, by the paper's grouping, of generation. Raises ConfigError where they do not fit the ranks."""
+    if arguments.pools and ranks % 2:
+        raise ConfigError(f"--pools: half of the ranks train, so their number must be even; there are {ranks}")
+    layout = Layout(ranks // (2 if arguments.pools else 1), tp=arguments.tp, pp=arguments.pp)
+    return layout, generation_layout(layout, arguments.tp_g)
+
+
 def bench(arguments: argparse.Namespace) -> None:
     """On one rank of an initialised world; rank 0 prints the table."""
     device = Device.detect("auto" if dist.get_backend() == "nccl" else "cpu")
-    world = dist.get_world_size() // (2 if arguments.pools else 1)
-    layout = Layout(world, tp=arguments.tp, pp=arguments.pp)
+    layout, stride = layouts(arguments, dist.get_world_size())
     weights, dtype = weight_map(model_config(arguments.model)), DTYPES[arguments.dtype]
-    stride = generation_layout(layout, arguments.tp_g)
     plain = GenerationLayout(layout.world, arguments.tp_g, consecutive(layout.world, arguments.tp_g))
     ways = [(Pools, plain, "d  separate pools")] if arguments.pools else [
         (Planned, stride, "a  ours (paper's grouping)"), (Planned, plain, "a' our plan, plain grouping"),
@@ -119,16 +125,16 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama-111m", choices=sorted(MODELS))
     parser.add_argument("--simulate", choices=sorted(MODELS), metavar="MODEL", help=f"plan only, no ranks: {', '.join(sorted(MODELS))}")
-    parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--per-node", type=int, default=8, help="ranks of a node (simulation)")
-    parser.add_argument("--tp", type=int, default=8)
-    parser.add_argument("--pp", type=int, default=1)
-    parser.add_argument("--ep", type=int, default=1, help="expert parallel (simulation)")
-    parser.add_argument("--tp-g", type=int, default=2)
+    parser.add_argument("--ranks", type=positive, default=8)
+    parser.add_argument("--per-node", type=positive, default=8, help="ranks of a node (simulation)")
+    parser.add_argument("--tp", type=positive, default=8)
+    parser.add_argument("--pp", type=positive, default=1)
+    parser.add_argument("--ep", type=positive, default=1, help="expert parallel (simulation)")
+    parser.add_argument("--tp-g", type=positive, default=2)
     parser.add_argument("--pools", action="store_true", help="the first half of the ranks trains, the second generates")
     parser.add_argument("--dtype", default="bfloat16", choices=sorted(DTYPES))
-    parser.add_argument("--bucket-mib", type=int, default=256)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--bucket-mib", type=positive, default=256)
+    parser.add_argument("--repeats", type=positive, default=5)
     return parser.parse_args()
 
 
@@ -144,6 +150,7 @@ def main() -> int:
             bench(arguments)
             dist.destroy_process_group()
         else:
+            layouts(arguments, arguments.ranks)  # refused here, not once by every rank
             return local_ranks(arguments.ranks, bench, arguments)
     except ConfigError as error:
         print(error, file=sys.stderr)

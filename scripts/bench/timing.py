@@ -1,7 +1,8 @@
-"""What benchmarks share: local gloo ranks, the slowest rank's seconds, and peak memory."""
+"""What benchmarks share: arguments, local gloo ranks, the slowest rank's seconds, and peak memory."""
 
 from __future__ import annotations
 
+import argparse
 import gc
 import os
 import time
@@ -15,6 +16,13 @@ import torch.multiprocessing as multiprocessing
 
 from hybridflow.engine.device import Device
 from hybridflow.network import free_port
+
+
+def positive(text: str) -> int:
+    """An argument that counts something. Raises ArgumentTypeError below 1."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 up")
+    return int(text)
 
 
 def local_ranks(world: int, function: Callable[[Any], None], argument: Any) -> int:

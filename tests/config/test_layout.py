@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridflow.config.layout import Coordinates, GenerationLayout, Layout, stage_layers
+from hybridflow.errors import ConfigError
 
 small = st.integers(1, 4)
 
@@ -40,7 +41,7 @@ def test_one_rank_of_the_last_stage_stands_for_each_model_copy(tp: int, pp: int,
 
 
 def test_a_world_that_does_not_divide_is_refused() -> None:
-    with pytest.raises(ValueError, match="6 ranks are no multiple of tp 4"):
+    with pytest.raises(ConfigError, match="6 ranks are no multiple of tp 4"):
         Layout(6, tp=4)
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transformers import GPT2Config, LlamaConfig, MistralConfig, MixtralConfig, Qwen2Config, Qwen3Config
 
 from hybridflow.config.layout import Layout
-from hybridflow.errors import ModelError
+from hybridflow.errors import ConfigError, ModelError
 from hybridflow.models.cuts import padded_vocab
 from hybridflow.models.shards import Box, ShardParameter
 from hybridflow.models.weight_map import WeightMap, weight_map
@@ -232,5 +232,5 @@ def test_experts_that_do_not_divide_are_refused_with_the_nearest() -> None:
     assert "expert parallel 2 in vLLM: it deals experts to all 4 tensor-parallel ranks or to none; use 1 or 4" in weight_map(
         experts()
     ).vllm_problems(4, ep=2)[0]
-    with pytest.raises(ValueError, match="2 ranks of a pipeline stage are no multiple of etp 1 x ep 3 = 3"):
+    with pytest.raises(ConfigError, match="2 ranks of a pipeline stage are no multiple of etp 1 x ep 3 = 3"):
         Layout(4, pp=2, ep=3)
