@@ -1,8 +1,8 @@
 """Seconds, bytes and memory of every phase between training and generating, with weights shared with the trainer and with copies.
 
-    python scripts/bench/hybrid_phases.py --shape 1.5b                             # one GPU, about a minute
-    python scripts/bench/hybrid_phases.py --shape 7b --recompute full              # one GPU of 139 GiB, 100 GiB of host memory
-    python scripts/bench/hybrid_phases.py --shape tiny --device cpu                # tries the program
+    python scripts/bench/hybrid_phases.py                                          # one GPU, about a minute
+    python scripts/bench/hybrid_phases.py --model qwen2.5-7b --recompute full      # one GPU of 139 GiB, 100 GiB of host memory
+    python scripts/bench/hybrid_phases.py --model tiny --device cpu                # tries the program
 
 One rank, TP1 -> TP1, bfloat16. Each way runs in a process of its own (an engine lives as long as its process); the model has random
 weights, written to a temporary folder first. A round is: sync, generate, sleep, onload, update. The first is a warm-up (no optimizer
@@ -27,29 +27,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from hybridflow.cluster.launch_environment import MAX_THREADS, pinned_memory
 from hybridflow.network import free_port
+from scripts.bench.models import model_config
 
-SHAPES = {  # hidden, feed-forward, layers, heads, key-value heads, vocabulary, tied: Qwen2.5 1.5B and 7B
-    "tiny": (128, 256, 2, 4, 2, 512, True),
-    "1.5b": (1536, 8960, 28, 12, 2, 151936, True),
-    "7b": (3584, 18944, 28, 28, 4, 152064, False),
-}
+ONE_GPU = ("tiny", "qwen2.5-1.5b", "qwen2.5-7b")  # models of scripts/bench/models.py that one GPU can train
 PHASES = ("offload", "wake_weights", "reshard", "wake_kv", "generate", "sleep", "onload", "update")
 COPY_LIMIT = 4.3e12  # bytes a second that a copy on one H200 reads and writes
 PROMPTS, RESPONSE = 16, 32  # of a round: 16 responses of 32 tokens
 GB, GIB = 1e9, 1 << 30
 
 
-def write_model(shape: str, folder: str, device: str) -> None:
+def write_model(name: str, folder: str, device: str) -> None:
     """A Hugging Face folder with random bfloat16 weights, made on `device`."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    hidden, ffn, layers, heads, kv_heads, vocab, tied = SHAPES[shape]
-    config = AutoConfig.for_model("qwen2", hidden_size=hidden, intermediate_size=ffn, num_hidden_layers=layers, num_attention_heads=heads,
-                                  num_key_value_heads=kv_heads, vocab_size=vocab, tie_word_embeddings=tied, max_position_embeddings=4096,
-                                  rope_parameters={"rope_theta": 1e6, "rope_type": "default"})
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(model_config(name), dtype=torch.bfloat16)
     model.save_pretrained(folder)
 
 
@@ -73,7 +66,7 @@ def measure(arguments: argparse.Namespace, folder: str, alias: str) -> list[dict
     start = time.perf_counter()
     worker = ActorRolloutWorker(context, config, loss, arguments.rounds)
     print(f"rollout.alias_weights={alias}: worker up in {time.perf_counter() - start:.0f} s", flush=True)
-    vocab = SHAPES[arguments.shape][5]
+    vocab = model_config(arguments.model).vocab_size
     rounds = []
     for version in range(arguments.rounds):
         report = _round(worker, version, torch.randint(5, vocab, (PROMPTS, 4)).tolist())
@@ -133,7 +126,7 @@ def table(arguments: argparse.Namespace, device: str, ways: dict[str, list[dict[
 
     seconds = [f"seconds, {names[alias]}" for alias in ways]
     memory = [f"GiB in use after, {names[alias]}" for alias in ways]
-    lines = [f"{arguments.shape} on {device}, {time.strftime('%Y-%m-%d')}: TP1 -> TP1, medians (range) of {arguments.rounds - 1} rounds, "
+    lines = [f"{arguments.model} on {device}, {time.strftime('%Y-%m-%d')}: TP1 -> TP1, medians (range) of {arguments.rounds - 1} rounds, "
              f"cache {arguments.kv_cache_gib:g} GiB, CUDA graphs {'on' if arguments.cuda_graphs else 'off'}", "",
              row("phase", seconds + memory), row("---", ["---"] * (2 * len(ways)))]
     for phase in PHASES:
@@ -154,7 +147,7 @@ def table(arguments: argparse.Namespace, device: str, ways: dict[str, list[dict[
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="1.5b")
+    parser.add_argument("--model", choices=ONE_GPU, default="qwen2.5-1.5b")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--ways", nargs="+", choices=("auto", "off"), default=["auto", "off"], help="values of rollout.alias_weights")
     parser.add_argument("--rounds", type=int, default=4, help="the first is a warm-up")
@@ -193,7 +186,7 @@ def main() -> int:
         os._exit(0)  # vLLM's threads would hold a normal exit
     with tempfile.TemporaryDirectory() as folder:
         # In a process of its own: what it leaves on the GPU would count as memory in use.
-        make = f"from scripts.bench.hybrid_phases import write_model; write_model({arguments.shape!r}, {folder!r}, {arguments.device!r})"
+        make = f"from scripts.bench.hybrid_phases import write_model; write_model({arguments.model!r}, {folder!r}, {arguments.device!r})"
         subprocess.run([sys.executable, "-c", make], cwd=Path(__file__).resolve().parents[2], check=True)
         try:
             ways = {alias: run_way(folder, alias) for alias in arguments.ways}

@@ -28,7 +28,7 @@ from hybridflow.engine.device import Device
 from hybridflow.errors import ConfigError
 from hybridflow.models.weight_map import WeightMap, weight_map
 from hybridflow.reshard.grouping import consecutive, generation_layout
-from scripts.bench.reshard_models import MODELS, model_config
+from scripts.bench.models import MODELS, model_config
 from scripts.bench.reshard_simulate import simulate
 from scripts.bench.reshard_ways import GatherAll, GatherEach, Planned, Pools, Way, expected, shards
 from scripts.bench.timing import PeakMemory, local_ranks, positive, slowest

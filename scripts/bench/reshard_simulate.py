@@ -14,7 +14,7 @@ from hybridflow.models.weight_map import weight_map
 from hybridflow.reshard.grouping import consecutive, generation_layout
 from hybridflow.reshard.hybrid import hybrid_plan
 from hybridflow.reshard.plan import RankPlan, ReshardPlan
-from scripts.bench.reshard_models import model_config
+from scripts.bench.models import model_config
 
 GB = 1e9
 BYTES = 2  # bfloat16
