@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from hybridflow.data.batch import Ragged
 
-STD_EPS = 1e-8
+VARIANCE_EPS = 1e-8
 SumOverRanks = Callable[[torch.Tensor], torch.Tensor]  # adds a float64 tensor over all ranks that share the rows
 
 
@@ -114,8 +114,13 @@ def moments(values_T: torch.Tensor, sum_over_ranks: SumOverRanks) -> tuple[float
 
 
 def whiten(values: Ragged, sum_over_ranks: SumOverRanks, mask: Ragged | None = None) -> Ragged:
-    """(x - mean) / (std + 1e-8) over the trained tokens of all ranks, 0 outside the mask; exactly 0 where all are equal. float32."""
+    """(x - mean) / sqrt(variance + 1e-8) over the trained tokens of all ranks, 0 outside the mask; exactly 0 where all are equal. float32.
+
+    So at least 1e-4 is divided by (as in TRL and verl): values that differ by the rounding of float32 alone must not become advantages
+    of order 1, as they would where every response of a step has the same reward and the policy is still the reference.
+    """
     steps = Steps.of(values.lengths, mask)
     kept_N = steps.taken(values.values)
     mean, std = moments(kept_N, sum_over_ranks)
-    return steps.put(torch.zeros_like(kept_N) if std <= 1e-12 * max(1.0, abs(mean)) else (kept_N - mean) / (std + STD_EPS))
+    equal = std <= 1e-12 * max(1.0, abs(mean))
+    return steps.put(torch.zeros_like(kept_N) if equal else (kept_N - mean) / (std * std + VARIANCE_EPS) ** 0.5)

@@ -47,7 +47,7 @@ def test_equal_rewards_give_exactly_zero(value: float, size: int, norm: str, lea
 
 @pytest.mark.parametrize("norm, leave_one_out", KINDS)
 @pytest.mark.parametrize("most", [0.35, 0.4, 0.1, 1 / 3, 1e-3])
-def test_c01_one_against_many_equal_rewards_stays_bounded(most: float, norm: str, leave_one_out: bool) -> None:
+def test_one_against_many_equal_rewards_stays_bounded(most: float, norm: str, leave_one_out: bool) -> None:
     """Rewards that no binary fraction holds: a variance as the difference of squares would leave a residue to divide by."""
     got = group_advantages(torch.tensor([most] * 7 + [0.0]), torch.zeros(8, dtype=torch.int64), norm=norm, leave_one_out=leave_one_out)
     assert got.isfinite().all() and got.abs().max() < 4 and got[7] < 0
@@ -56,7 +56,7 @@ def test_c01_one_against_many_equal_rewards_stays_bounded(most: float, norm: str
 
 
 @pytest.mark.parametrize("norm", NORMS)
-def test_c03_zero_variance_is_counted_per_group_whatever_the_norm(norm: str) -> None:
+def test_zero_variance_is_counted_per_group_whatever_the_norm(norm: str) -> None:
     """[1, 1] gives no policy gradient in any of them; the metric is of groups, not of the batch."""
     rewards, groups = torch.tensor([1.0, 1.0, 1.0, 0.0]), torch.tensor([0, 0, 1, 1])
     assert zero_variance_share(rewards, groups) == 0.5
@@ -65,13 +65,13 @@ def test_c03_zero_variance_is_counted_per_group_whatever_the_norm(norm: str) -> 
 
 
 @pytest.mark.parametrize("norm, leave_one_out", KINDS)
-def test_c04_equal_prompts_are_separate_groups(norm: str, leave_one_out: bool) -> None:
+def test_equal_prompts_are_separate_groups(norm: str, leave_one_out: bool) -> None:
     """Two instances of one text, all 0 and all 1: keyed by instance, neither has an advantage."""
     rewards, groups = torch.tensor([0.0] * 16 + [1.0] * 16), torch.tensor([10] * 16 + [11] * 16)
     assert group_advantages(rewards, groups, norm=norm, leave_one_out=leave_one_out).tolist() == [0.0] * 32
 
 
-def test_c05_repeats_of_a_prompt_share_their_baseline() -> None:
+def test_repeats_of_a_prompt_share_their_baseline() -> None:
     rewards, groups = torch.tensor([1.0, 0.0, 0.0, 1.0]), torch.full((4,), 7)
     assert group_advantages(rewards, groups, norm="none").tolist() == [0.5, -0.5, -0.5, 0.5]
     got = group_advantages(rewards, groups, norm="none", leave_one_out=True)
@@ -79,7 +79,7 @@ def test_c05_repeats_of_a_prompt_share_their_baseline() -> None:
 
 
 @pytest.mark.parametrize("norm, leave_one_out", KINDS)
-def test_c07_a_missing_reward_changes_nothing_for_the_others(norm: str, leave_one_out: bool) -> None:
+def test_a_missing_reward_changes_nothing_for_the_others(norm: str, leave_one_out: bool) -> None:
     """Group of four with one abstention: the rest as in a group of three; nobody scored at all: all zero, and the next group is fine."""
     nan = math.nan
     rewards, groups = torch.tensor([1.0, nan, 0.0, 1.0, nan, nan, 0.0, 1.0]), torch.tensor([0, 0, 0, 0, 1, 1, 2, 2])
@@ -106,7 +106,7 @@ def test_remax_takes_off_the_greedy_reward_of_the_same_prompt() -> None:
         baseline_advantages(rewards, prompts, torch.tensor([0.25, 1.0]), torch.tensor([3, 8]))
 
 
-def test_c11_overlong_penalty_is_of_response_tokens_alone() -> None:
+def test_overlong_penalty_is_of_response_tokens_alone() -> None:
     lengths = torch.tensor([1, 12, 13, 14, 16])
     assert overlong_penalty(lengths, max_length=16, buffer=4, penalty=1.0).tolist() == [0.0, 0.0, -0.25, -0.5, -1.0]
     assert overlong_penalty(lengths, max_length=16, buffer=16, penalty=0.5).tolist() == (-lengths / 32).tolist()

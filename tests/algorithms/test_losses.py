@@ -41,7 +41,7 @@ def test_loss_and_gradient_equal_the_reference(aggregation: str, changes: dict) 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("changes", SETTINGS, ids=str)
-def test_c24_c25_any_cut_and_order_give_the_same(aggregation: str, changes: dict) -> None:
+def test_any_cut_and_order_give_the_same(aggregation: str, changes: dict) -> None:
     """Micro-batches of any size, data-parallel ranks of any number (a rank's rows are micro-batches too) and any order of rows."""
     settings, batch = AlgorithmConfig(**changes), random_batch(11)
     whole = run(settings, batch, aggregation=aggregation)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,13 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridflow.algorithms.dpo import preference_loss
-from hybridflow.algorithms.kto import kto_evaluate, labelled_loss, reference_point, step_means
+from hybridflow.algorithms.kto import labelled_loss, reference_point, step_means
 from hybridflow.algorithms.preference_losses import bradley_terry_loss, right_order
 from hybridflow.algorithms.preferences import pair_rows
 from hybridflow.algorithms.reward_model import ranking_loss
-from hybridflow.cluster.sharded import ShardedBatch
 from hybridflow.config.schema import Config
-from hybridflow.data.batch import Batch
 from hybridflow.engine.loss_types import LossOutput, TokenBatch
 
 PAIRS, MAX_LENGTH = 5, 9
@@ -244,22 +241,3 @@ def test_kto_s_rewards_of_a_label_are_over_the_responses_that_have_it() -> None:
     means = step_means(updates, [torch.tensor([1, 0]), torch.tensor([1, 1])])
     assert means == {"updates": 2.0, "loss": 2.0, "preference/chosen": 3.0, "preference/rejected": -2.0}
     assert "preference/rejected" not in step_means(updates[1:], [torch.tensor([1, 1])]), "no response, no mean"
-
-
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_kto_s_validation_does_not_depend_on_the_size_of_its_parts(size: int) -> None:
-    """A part of one row has no other row's response; the reference point is over all rows. Log-probs here are of the lengths alone."""
-    class Role:
-        def compute_log_prob(self, batch: ShardedBatch) -> SimpleNamespace:
-            value_B = batch["response_length"] * batch["prompt_length"] * 0.5
-            return SimpleNamespace(get=lambda: {"log_prob_sum": value_B, "ref_log_prob_sum": torch.zeros_like(value_B)})
-
-        compute_ref_log_prob = compute_log_prob
-
-    flow = SimpleNamespace(actor=Role(), reference=Role(), config=Config())
-    prompt_B, response_B = torch.tensor([1, 2, 1, 3, 1]), torch.tensor([8, 2, 3, 9, 1])
-    whole = ShardedBatch(5, Batch({"prompt_ids": prompt_B, "prompt_length": prompt_B, "response_ids": response_B,
-                                   "response_length": response_B, "label": torch.tensor([1, 0, 1, 1, 0])}))
-    expected = kto_evaluate(flow, [whole])
-    parts = [whole.select(torch.arange(start, min(start + size, 5))) for start in range(0, 5, size)]
-    assert kto_evaluate(flow, parts) == pytest.approx(expected)

@@ -42,14 +42,14 @@ def test_gae_equals_its_definition_on_ragged_masked_rows(lengths: list[int], gam
         assert not a[~m].any() and not ret[~m].any()
 
 
-def test_c20_no_bootstrap_from_values_after_the_end() -> None:
+def test_no_bootstrap_from_values_after_the_end() -> None:
     rewards = Ragged(torch.tensor([0.0, 1.0, 0.0]), torch.tensor([3]))
     values = Ragged(torch.tensor([0.0, 0.0, 100.0]), torch.tensor([3]))
     mask = Ragged(torch.tensor([True, True, False]), torch.tensor([3]))
     assert gae(rewards, values, gamma=1.0, lam=0.95, mask=mask)[0].values.tolist() == pytest.approx([0.95, 1.0, 0.0])
 
 
-def test_c21_tokens_of_tools_are_no_steps() -> None:
+def test_tokens_of_tools_are_no_steps() -> None:
     """The reward of a masked last token belongs to the last trained one: token_rewards puts it there when it knows the mask."""
     mask = Ragged(torch.tensor([True, False, False, True, False]), torch.tensor([5]))
     values = Ragged(torch.zeros(5), torch.tensor([5]))
@@ -59,7 +59,7 @@ def test_c21_tokens_of_tools_are_no_steps() -> None:
         assert gae(rewards, values, gamma=gamma, lam=0.5, mask=mask)[0].values.tolist() == pytest.approx(want)
 
 
-def test_c19_the_reward_stands_on_the_last_token_of_its_response() -> None:
+def test_the_reward_stands_on_the_last_token_of_its_response() -> None:
     """Response [5, 6, EOS] and one without tokens; nothing comes after EOS, since rows have lengths and no padding."""
     rewards = token_rewards(torch.tensor([1.0, 7.0, -2.0]), torch.tensor([3, 0, 1]), None)
     assert rewards.values.tolist() == [0.0, 0.0, 1.0, -2.0]
@@ -90,7 +90,7 @@ def test_whitening_is_the_same_on_any_number_of_ranks(ranks: int) -> None:
     mask = Ragged(torch.rand(23, generator=g) < 0.8, values.lengths)
     kept = values.values[mask.values].double()
     want = torch.zeros(23, dtype=torch.float64)
-    want[mask.values] = (kept - kept.mean()) / (kept.std(correction=0) + 1e-8)
+    want[mask.values] = (kept - kept.mean()) / (kept.var(correction=0) + 1e-8).sqrt()
     parts = [torch.arange(rank, 6, ranks) for rank in range(ranks)]
     shards = [(values.select(rows), mask.select(rows)) for rows in parts]
     partial = [torch.stack([v.values[m.values].double().sum(), m.values.sum().double()]) for v, m in shards]
@@ -108,6 +108,17 @@ def test_whitening_of_equal_values_and_of_nothing_is_zero() -> None:
     nothing = Ragged(torch.tensor([float("nan")]), torch.tensor([1]))
     assert whiten(nothing, alone, Ragged(torch.tensor([False]), torch.tensor([1]))).values.tolist() == [0.0]
     assert moments(torch.zeros(0), alone) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("value", [0.35, 1.0, -3.3, 40.0])
+def test_whitening_does_not_blow_up_rounding(value: float) -> None:
+    """Returns that are equal but for the last bits of float32 are no advantages; a spread that rewards really have is scaled to 1."""
+    noise = 2 * torch.finfo(torch.float32).eps * abs(value) * torch.randn(64, generator=torch.Generator().manual_seed(0))
+    lengths = torch.tensor([40, 0, 24])
+    assert 0 < whiten(Ragged(value + noise, lengths), alone).values.abs().max() < 0.5
+    for spread in (0.01, 0.1, 1.0):
+        scaled = whiten(Ragged(value + spread * torch.linspace(-1, 1, 64), lengths), alone).values
+        assert scaled.std(correction=0).item() == pytest.approx(1.0, abs=1e-3)
 
 
 def test_value_loss_against_its_definition() -> None:

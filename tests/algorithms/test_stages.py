@@ -1,6 +1,7 @@
 """What the controller computes between verbs, from small columns alone."""
 
 import math
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -31,10 +32,11 @@ def config_of(**algorithm: object) -> Config:
     return config
 
 
-def rollout(lengths: list[int], rewards: list[float], prompts: list[int] | None = None) -> ShardedBatch:
-    """The small columns of a rollout; a response of full length was cut off."""
+def rollout(lengths: list[int], rewards: list[float], prompts: list[int] | None = None, ended: Sequence[int] = ()) -> ShardedBatch:
+    """The small columns of a rollout; a response of full length was cut off, but for those that `ended` with their last token."""
     length_B = torch.tensor(lengths)
     finish_B = torch.where(length_B == MAX_LENGTH, FINISH_LENGTH, FINISH_STOP)
+    finish_B[list(ended)] = FINISH_STOP
     zeros = torch.zeros(len(lengths))
     columns = {"prompt_id": torch.tensor(prompts or range(len(lengths))), "response_length": length_B, "finish_reason": finish_B,
                "reward": torch.tensor(rewards), "entropy_sum": length_B * 0.5, "gap_sum": zeros, "gap_max": zeros, "log_ratio_sum": zeros,
@@ -47,7 +49,7 @@ def weights(batch: ShardedBatch, config: Config) -> list[float]:
     return weigh(batch.with_columns(trained=trained_rows(batch, config)), config)["loss_weight"].tolist()
 
 
-def test_c11_overlong_shaping_is_in_the_score_and_needs_no_other_key_when_off() -> None:
+def test_overlong_shaping_is_in_the_score_and_needs_no_other_key_when_off() -> None:
     batch = rollout([12, 13, 14, 16], [1.0, 1.0, 1.0, 1.0])
     assert shaped(batch, config_of(overlong_buffer=4)).tolist() == [1.0, 0.75, 0.5, 0.0]
     assert shaped(batch, config_of()).tolist() == [1.0] * 4
@@ -55,7 +57,7 @@ def test_c11_overlong_shaping_is_in_the_score_and_needs_no_other_key_when_off() 
 
 
 @pytest.mark.parametrize("aggregation, weight", [("token_mean", 1 / 4), ("seq_mean", 1 / 4), ("constant", 1 / (2 * MAX_LENGTH))])
-def test_c15_truncated_responses_leave_sum_and_denominator(aggregation: str, weight: float) -> None:
+def test_truncated_responses_leave_sum_and_denominator(aggregation: str, weight: float) -> None:
     batch = rollout([4, MAX_LENGTH], [0.0, 0.0])
     assert weights(batch, config_of(mask_truncated=True, loss_aggregation=aggregation)) == [weight, 0.0]
     assert all(weights(batch, config_of(mask_truncated=False, loss_aggregation=aggregation)))
@@ -63,13 +65,20 @@ def test_c15_truncated_responses_leave_sum_and_denominator(aggregation: str, wei
     assert weights(everything_cut, config_of(mask_truncated=True, loss_aggregation=aggregation)) == [0.0, 0.0]
 
 
-def test_c15_logged_lengths_are_the_real_ones() -> None:
+def test_a_response_that_ends_at_the_limit_was_not_cut_off() -> None:
+    """Why a response ended is what the engine says; length and token ids do not tell."""
+    batch = rollout([4, MAX_LENGTH, MAX_LENGTH], [0.0, 0.0, 0.0], ended=[1])
+    assert weights(batch, config_of(mask_truncated=True)) == [1 / 20, 1 / 20, 0.0]
+    assert rollout_metrics(batch, config_of())["response_length/truncated"] == pytest.approx(1 / 3)
+
+
+def test_logged_lengths_are_the_real_ones() -> None:
     metrics = rollout_metrics(rollout([4, MAX_LENGTH], [0.0, 1.0]), config_of(mask_truncated=True))
     assert metrics["response_length/mean"] == 10 and metrics["response_length/max"] == MAX_LENGTH
     assert metrics["response_length/truncated"] == 0.5 and metrics["entropy"] == 0.5
 
 
-def test_c07_metrics_are_over_the_scored_responses() -> None:
+def test_metrics_are_over_the_scored_responses() -> None:
     rewards = [0.5, math.nan, math.nan, 0.8, 0.6, 0.7]
     batch = rollout([3] * 6, rewards)
     metrics = rollout_metrics(batch, config_of())
@@ -79,7 +88,7 @@ def test_c07_metrics_are_over_the_scored_responses() -> None:
 
 
 @pytest.mark.parametrize("what, of", [("reward", "responses"), ("cost", "validation responses")])
-def test_c07_only_a_batch_that_nobody_scored_at_all_is_an_error(what: str, of: str) -> None:
+def test_only_a_batch_that_nobody_scored_at_all_is_an_error(what: str, of: str) -> None:
     """Not a part of it: DAPO's refill of one prompt, or the last prompts of a validation, may be what a function abstains from."""
     require_scores(torch.tensor([math.nan, 0.0]), what, of)
     require_scores(torch.zeros(0), what, of)
@@ -87,14 +96,14 @@ def test_c07_only_a_batch_that_nobody_scored_at_all_is_an_error(what: str, of: s
         require_scores(torch.tensor([math.nan, math.nan]), what, of)
 
 
-def test_c07_a_part_that_nobody_scored_is_handed_on() -> None:
+def test_a_part_that_nobody_scored_is_handed_on() -> None:
     """As the reward function's worker gives it, with all of it abstained."""
     column = ShardedBatch(2, Batch({"reward": torch.full((2,), math.nan)}))
     scores, _ = PendingReward("reward", SimpleNamespace(get=lambda: (column, [{"reward/abstained": 2.0}])), [], 2, True).get()
     assert scores["reward"].isnan().all()
 
 
-def test_c03_equal_groups_stay_in_the_denominator() -> None:
+def test_equal_groups_stay_in_the_denominator() -> None:
     """The documented choice: their tokens have no policy gradient but a KL gradient and a place in the token mean; DAPO drops them."""
     batch = rollout([2, 2, 2, 2], [1.0, 1.0, 1.0, 0.0], [0, 0, 1, 1])
     assert weights(batch, config_of(kl_coef=0.04)) == [1 / 8] * 4
@@ -169,7 +178,7 @@ def token_batch(**columns: object) -> Batch:
 
 def white(values: list[float]) -> list[float]:
     numbers = torch.tensor(values, dtype=torch.float64)
-    return ((numbers - numbers.mean()) / (numbers.std(correction=0) + 1e-8)).tolist()
+    return ((numbers - numbers.mean()) / (numbers.var(correction=0) + 1e-8).sqrt()).tolist()
 
 
 def test_reinforce_pp_s_returns_hold_each_token_s_own_kl() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from hybridflow.algorithms.base import Prompts
 from hybridflow.algorithms.kto import mismatched
 from hybridflow.algorithms.minibatch import fill, mini_batches
 from hybridflow.algorithms.preferences import weigh_labels, weigh_units
@@ -26,7 +28,7 @@ from hybridflow.observe.run_folder import CRITICS
 from hybridflow.trainer.draw import draw
 from hybridflow.trainer.roles import VALUES
 from hybridflow.trainer.run import reason
-from hybridflow.trainer.validation import chunks
+from hybridflow.trainer.validation import chunks, validate_policy
 from tests.tiny import tiny_tokenizer
 
 
@@ -192,6 +194,26 @@ def test_validation_chunks_cover_the_rows_once(dataset: PromptDataset, size: int
     found = list(chunks(SimpleNamespace(config=config, validation=dataset)))
     assert [len(chunk) for chunk in found] == expected
     assert sum(found, []) == list(range(sum(expected)))
+
+
+@pytest.mark.parametrize("size", [None, 1, 3])
+def test_a_validation_is_over_all_responses_that_have_a_score(dataset: PromptDataset, ray_cluster: Cluster, size: int | None) -> None:
+    """In parts of any size, also one that nobody scored at all; its rollouts are those of the first rows."""
+    config, scores = Config(), torch.tensor([1.0, 0.0, 0.5, math.nan, 1.0, math.nan, 0.25])
+    config.data.val_batch_size = size
+
+    def generate(prompts: ShardedBatch, **_: object) -> SimpleNamespace:
+        return SimpleNamespace(get=lambda: prompts.with_columns(response_length=prompts["prompt_id"] + 1))
+
+    def score(batch: ShardedBatch, prompts: Prompts, training: bool) -> SimpleNamespace:
+        assert not training
+        return SimpleNamespace(get=lambda: (ShardedBatch(len(batch), Batch({"reward": scores[batch["prompt_id"]]})), [{}]))
+
+    flow = SimpleNamespace(config=config, generator=SimpleNamespace(generate_sequences=generate), step=1, version=1, cost=None,
+                           reward=SimpleNamespace(compute_reward=score))
+    found = validate_policy(flow, SimpleNamespace(config=config, validation=dataset))
+    assert found.metrics == {"val/reward": pytest.approx(2.75 / 5), "val/response_length": 4.0}
+    assert found.samples["prompt_id"].tolist() == list(range(min(3, size or 7)))
 
 
 def test_the_reason_of_an_end_is_readable() -> None:

@@ -1,7 +1,4 @@
-"""Faults of public frameworks around masks, end tokens, entropy and temperature, each with what is right here.
-
-Those of advantages, groups, denominators and missing rewards are beside the functions they concern (test_c..._ in this folder).
-"""
+"""What is easily got wrong around masks, end tokens, entropy and temperature."""
 
 import pytest
 import torch
@@ -29,13 +26,13 @@ def rows(*pairs: tuple[list[int], list[int]]) -> Batch:
     ([1, 5, 2, 1, 6], [7, 8, EOS]),  # the pad id inside the prompt, the end token trained
     ([PAD, PAD], [EOS]), ([5], [PAD, PAD, 7, EOS]), ([2, 2, 2], [3]),
 ])
-def test_c12_no_mask_looks_at_token_values(prompt: list[int], response: list[int]) -> None:
+def test_no_mask_looks_at_token_values(prompt: list[int], response: list[int]) -> None:
     """pad == eos: every prompt token is read and every response token is a target, whatever its id."""
     packed = pack(rows((prompt, response)), [0])
     assert packed.tokens_T.tolist() == [*prompt, *response[:-1]] and packed.target_N.tolist() == response
 
 
-def test_c14_the_stop_token_is_a_target_with_a_log_prob_and_a_truncated_row_has_none() -> None:
+def test_the_stop_token_is_a_target_with_a_log_prob_and_a_truncated_row_has_none() -> None:
     batch = rows(([1, 4], [7, 8, 9, EOS]), ([1], [5, 6, 7, 8, 9, 10]))
     packed = pack(batch, [1, 0])
     assert packed.target_N.tolist() == [5, 6, 7, 8, 9, 10, 7, 8, 9, EOS]
@@ -44,7 +41,7 @@ def test_c14_the_stop_token_is_a_target_with_a_log_prob_and_a_truncated_row_has_
 
 @pytest.mark.parametrize("changes", [{}, {"kl_coef": 0.1}, {"ratio": "sequence"}, {"policy_loss": "cispo"},
                                      {"importance_correction": "mask", "importance_level": "sequence"}, {"entropy_coef": 0.1}], ids=str)
-def test_c16_a_micro_batch_with_nothing_to_train_adds_nothing(changes: dict) -> None:
+def test_a_micro_batch_with_nothing_to_train_adds_nothing(changes: dict) -> None:
     """No token at all, or only tokens of rows that are not trained: no NaN in loss, gradient or metric, and the others are untouched."""
     batch = random_batch(3)
     untrained = (~batch.trained).nonzero().flatten().tolist()
@@ -56,21 +53,21 @@ def test_c16_a_micro_batch_with_nothing_to_train_adds_nothing(changes: dict) -> 
     assert alone.loss == 0 and not any(alone.sums.values()) and not any(alone.maxima.values()) and not alone.log_prob_grad.any()
 
 
-def test_c16_all_rows_masked_is_a_loss_of_zero_without_gradient() -> None:
+def test_all_rows_masked_is_a_loss_of_zero_without_gradient() -> None:
     batch = random_batch(3)
     batch.trained[:] = False
     nothing = run(AlgorithmConfig(kl_coef=0.1, entropy_coef=0.1), batch)
     assert nothing.loss == 0 and not nothing.log_prob_grad.any() and not nothing.entropy_grad.any()
 
 
-def test_c18_positions_count_from_the_first_token_of_each_row() -> None:
+def test_positions_count_from_the_first_token_of_each_row() -> None:
     """Rows have no padding to count; a row's positions are the same alone and packed behind others."""
     batch = rows(([4, 5, 6], [7, 8]), ([9], [3, 3, 3]), ([1, 1], [1]))
     packed = pack(batch, [2, 0, 1])
     assert packed.positions_T.tolist() == [0, 1, 0, 1, 2, 3, 0, 1, 2]
 
 
-def test_c22_the_output_that_predicts_a_token_is_the_one_before_it() -> None:
+def test_the_output_that_predicts_a_token_is_the_one_before_it() -> None:
     """A head that returns its position: prompt of 3, response of 2 -> values 2 and 3."""
     packed = pack(rows(([4, 5, 6], [7, 8])), [0])
     assert packed.positions_T[packed.predict_N].tolist() == [2, 3] and packed.target_N.tolist() == [7, 8]
@@ -89,7 +86,7 @@ def descend(coefficient: float, entropy_asked: bool) -> tuple[float, float]:
     return entropy_T.mean().item(), -(after.exp() * after).sum(-1).mean().item()
 
 
-def test_c27_the_entropy_coefficient_raises_entropy_and_zero_leaves_it_alone() -> None:
+def test_the_entropy_coefficient_raises_entropy_and_zero_leaves_it_alone() -> None:
     before, after = descend(0.01, entropy_asked=True)
     assert after > before + 1e-4
     for asked in (True, False):
@@ -98,7 +95,7 @@ def test_c27_the_entropy_coefficient_raises_entropy_and_zero_leaves_it_alone() -
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
-def test_c28_the_trainer_s_log_probs_have_the_sampling_temperature(temperature: float) -> None:
+def test_the_trainer_s_log_probs_have_the_sampling_temperature(temperature: float) -> None:
     """What a sampler at this temperature reports against what the trainer computes: the first update has ratio 1."""
     g = torch.Generator().manual_seed(1)
     hidden, weight, target = torch.randn(30, 16, generator=g), torch.randn(50, 16, generator=g), torch.randint(0, 50, (30,), generator=g)
