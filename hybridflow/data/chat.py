@@ -72,8 +72,12 @@ def encode_chats(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> li
 
 
 def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    """Ids of plain texts with the special tokens the tokenizer adds itself; a text that already starts with the BOS
-    token gets no second one."""
+    """Ids of plain texts with the BOS token where the tokenizer adds one itself; a text that already starts with it gets no
+    second one. An EOS token that the tokenizer adds is left out: what follows a prompt must not follow an end."""
     encoded = tokenizer(list(texts))["input_ids"] if texts else []
-    bos = tokenizer.bos_token_id
-    return [ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids for ids in encoded]
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    rows = [ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids for ids in encoded]
+    if eos is None:
+        return rows
+    own = [1 if text.endswith(tokenizer.eos_token) else 0 for text in texts]
+    return [ids[:-1] if ids[-1 - end:] == [eos] * (1 + end) else ids for end, ids in zip(own, rows)]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from tokenizers import processors
+from transformers import PreTrainedTokenizerFast
 
 from hybridflow.config.schema import ModelConfig
 from hybridflow.data.char_tokenizer import char_tokenizer
@@ -19,16 +20,16 @@ WITHOUT_BOS = "{% for m in messages %}{{ m.content }}{% endfor %}"
 CHAT = [{"role": "user", "content": "12"}]
 
 
-def bos_tokenizer(template: str):
-    """A tokenizer that puts BOS in front by itself, as Llama's does."""
-    tokenizer = tiny_tokenizer(chat_template=template)
+def bos_tokenizer(template: str | None = None, vocab: int = 101, form: str = "<bos> $A") -> PreTrainedTokenizerFast:
+    """A tokenizer that puts BOS in front by itself, as Llama's does. form: what it makes of a text."""
+    tokenizer = tiny_tokenizer(vocab, template)
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single="<bos> $A", special_tokens=[("<bos>", tokenizer.bos_token_id)]
+        single=form, special_tokens=[("<bos>", tokenizer.bos_token_id), ("<eos>", tokenizer.eos_token_id)]
     )
     return tokenizer
 
 
-def test_c30_template_with_bos_and_tokenizer_with_bos_give_one() -> None:
+def test_template_with_bos_and_tokenizer_with_bos_give_one() -> None:
     tokenizer = bos_tokenizer(WITH_BOS)
     text = render_chat(tokenizer, CHAT, "row")
     assert tokenizer(text)["input_ids"][:2] == [2, 2]  # the trap: tokenising the rendered text with defaults
@@ -36,16 +37,24 @@ def test_c30_template_with_bos_and_tokenizer_with_bos_give_one() -> None:
 
 
 @pytest.mark.parametrize("template", [WITH_BOS, WITHOUT_BOS])
-def test_c30_chat_ids_equal_apply_chat_template(template: str) -> None:
+def test_chat_ids_equal_apply_chat_template(template: str) -> None:
     for tokenizer in (bos_tokenizer(template), tiny_tokenizer(chat_template=template)):
         expected = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, tokenize=True, return_dict=False)
         assert encode_chats(tokenizer, [render_chat(tokenizer, CHAT, "row")]) == [expected]
 
 
-def test_c30_plain_strings_follow_the_tokenizer_and_never_have_two() -> None:
+def test_plain_strings_follow_the_tokenizer_and_never_have_two() -> None:
     digits = tiny_tokenizer()("12")["input_ids"]
     assert encode_texts(bos_tokenizer(WITH_BOS), ["12", "<bos>12"]) == [[2, *digits], [2, *digits]]
     assert encode_texts(tiny_tokenizer(), ["12", "<bos>12"]) == [digits, [2, *digits]]
+
+
+def test_an_end_that_the_tokenizer_adds_is_no_part_of_a_prompt() -> None:
+    """The model would go on after an end. One that the text has itself stays."""
+    digits, both = tiny_tokenizer()("12")["input_ids"], bos_tokenizer(form="<bos> $A <eos>")
+    assert both("12")["input_ids"] == [2, *digits, 1], "the trap"
+    assert encode_texts(both, ["12", "12<eos>"]) == [[2, *digits], [2, *digits, 1]]
+    assert encode_texts(tiny_tokenizer(), ["12", "12<eos>"]) == [digits, [*digits, 1]]
 
 
 def test_tokenizer_with_a_template_file(tmp_path: Path) -> None:

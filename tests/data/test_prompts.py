@@ -81,7 +81,7 @@ def test_several_files_keep_their_order(tmp_path: Path) -> None:
     assert data.texts([0, 1]) == ["10+20=", "1+2="] and len(data) == 2
 
 
-def test_c31_no_chat_template_names_the_setting(tmp_path: Path) -> None:
+def test_no_chat_template_names_the_setting(tmp_path: Path) -> None:
     path = jsonl(tmp_path, [{"prompt": CHAT}])
     with pytest.raises(DataError, match=r"data.jsonl, line 1.*actor.model.chat_template"):
         load(path)
@@ -105,19 +105,19 @@ def test_messages_that_are_none(tmp_path: Path, messages: list) -> None:
 LONG = [{"prompt": "12+3="}, {"prompt": "1234+5678="}]
 
 
-def test_c29_prompt_too_long_error_names_the_row(tmp_path: Path) -> None:
+def test_prompt_too_long_error_names_the_row(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"data.jsonl, line 2: the prompt has 10 tokens, .*max_prompt_length=8.*left.*right.*filter"):
         load(jsonl(tmp_path, LONG), max_prompt_length=8)
 
 
 @pytest.mark.parametrize(("policy", "text"), [("left", "34+5678="), ("right", "1234+567")])
-def test_c29_prompt_too_long_truncated(tmp_path: Path, policy: str, text: str) -> None:
+def test_prompt_too_long_truncated(tmp_path: Path, policy: str, text: str) -> None:
     data = load(jsonl(tmp_path, LONG), max_prompt_length=8, prompt_too_long=policy)
     assert TOKENIZER.decode(data.batch([1], [0])["prompt_ids"].values) == text
     assert data.counts == {"read": 2, "malformed": 0, "filtered": 0, "truncated": 1, "kept": 2}
 
 
-def test_c29_prompt_too_long_filtered_and_counted(tmp_path: Path) -> None:
+def test_prompt_too_long_filtered_and_counted(tmp_path: Path) -> None:
     data = load(jsonl(tmp_path, LONG), max_prompt_length=8, prompt_too_long="filter")
     assert data.texts([0]) == ["12+3="] and len(data) == 1 and data.counts["filtered"] == 1
     with pytest.raises(DataError, match=r"no usable prompt is left.*2 filtered"):
@@ -128,7 +128,7 @@ BAD_LINES = ['{"prompt": "a"', "[1, 2]", "3", "\"text\"", '{"prompt": NULL}']
 
 
 @pytest.mark.parametrize("line", BAD_LINES)
-def test_c32_malformed_json_line(tmp_path: Path, line: str) -> None:
+def test_malformed_json_line(tmp_path: Path, line: str) -> None:
     path = jsonl(tmp_path, [*ROWS, line, ROWS[0]])
     with pytest.raises(DataError, match=r"data.jsonl, line 3: .*data.malformed_rows=skip"):
         load(path)
@@ -144,7 +144,7 @@ def test_line_that_is_no_utf8(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("write", [jsonl, parquet, hf_folder])
-def test_c32_missing_column_lists_columns_and_setting(tmp_path: Path, write) -> None:
+def test_missing_column_lists_columns_and_setting(tmp_path: Path, write) -> None:
     path = write(tmp_path, [{"question": "1+1", "answer": "2"}])
     for policy in ("error", "skip"):
         with pytest.raises(DataError, match=r"no column 'prompt'; the columns are \['answer', 'question'\]; set data.prompt_key"):

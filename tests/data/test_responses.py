@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from hybridflow.errors import DataError
+from tests.data.test_chat import bos_tokenizer
 from tests.data.test_prompts import CHAT, CHAT_TOKENIZER, TEMPLATE, TOKENIZER, hf_folder, jsonl, load, parquet
 from tests.tiny import tiny_tokenizer
 
@@ -27,6 +28,23 @@ def test_responses_end_with_eos_once(tmp_path: Path) -> None:
     batch = load(jsonl(tmp_path, rows), kind="responses").batch([0, 1, 2], [0, 1, 2])
     assert texts(batch) == [("1+2=", "3<eos>"), ("2+2=", "4<eos>"), ("10+2=", "12<eos>")]
     assert batch["response_length"].tolist() == [2, 2, 3]
+
+
+@pytest.mark.parametrize("kind", ["responses", "pairs", "labels"])
+@pytest.mark.parametrize("form", ["<bos> $A", "<bos> $A <eos>"])
+def test_special_tokens_of_the_tokenizer_are_of_the_whole_sequence(tmp_path: Path, kind: str, form: str) -> None:
+    """One BOS, in front of the prompt; one EOS, at the end of the response: what the tokenizer adds to every text is not in between."""
+    tokenizer = bos_tokenizer(TEMPLATE, form=form)
+    answers = {"response": "3", "chosen": "3", "rejected": "4<eos>", "label": True}
+    chat = {name: [{**ANSWER, "content": value}] if isinstance(value, str) else value for name, value in answers.items()}
+    rows = [{"prompt": "1+2=", **answers}, {"prompt": CHAT, **chat}]
+    batch = load(jsonl(tmp_path, rows), tokenizer, kind=kind).batch([0, 1], [0, 1])
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    for prompt, response in zip(batch["prompt_ids"].rows(), batch["response_ids"].rows()):
+        sequence = [*prompt.tolist(), *response.tolist()]
+        assert sequence.count(bos) == sequence[:1].count(bos) and sequence.count(eos) == sequence[-1:].count(eos) == 1
+    plain = [row.tolist() for row in batch["prompt_ids"].rows()][0]
+    assert plain[0] == bos
 
 
 @WRITERS

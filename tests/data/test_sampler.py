@@ -53,12 +53,12 @@ def test_order_does_not_depend_on_batch_size(size: int, data: st.DataObject) -> 
     assert a[:shorter] == b[:shorter]
 
 
-def test_c33_last_prompt_of_an_epoch_is_not_dropped() -> None:
+def test_last_prompt_of_an_epoch_is_not_dropped() -> None:
     indices, _ = draws(PromptSampler(7, 3, seed=1), 7)
     assert Counter(indices) == {i: 3 for i in range(7)}
 
 
-def test_c39_offset_in_the_second_epoch_after_resume() -> None:
+def test_offset_in_the_second_epoch_after_resume() -> None:
     run = PromptSampler(1000, 128, seed=1)
     draws(run, 8)
     assert run.consumed == 1024 and run.epoch == 1.024
@@ -67,7 +67,7 @@ def test_c39_offset_in_the_second_epoch_after_resume() -> None:
     assert draws(resumed, 2) == draws(run, 1)
 
 
-def test_c04_repeated_prompt_gets_another_instance_id() -> None:
+def test_repeated_prompt_gets_another_instance_id() -> None:
     indices, ids = draws(PromptSampler(2, 2, seed=1), 5)
     assert Counter(indices) == {0: 5, 1: 5} and len(set(ids)) == 10
 

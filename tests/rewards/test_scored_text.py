@@ -13,6 +13,7 @@ from hybridflow.data.batch import FINISH_LENGTH, FINISH_STOP, Batch, Ragged
 from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.errors import ModelError
 from hybridflow.rewards.scored_text import ScoredText, same_tokenizer
+from tests.data.test_chat import bos_tokenizer
 from tests.tiny import tiny_tokenizer
 
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }};{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -60,10 +61,14 @@ def test_a_chat_template_renders_messages_and_response(batch: Batch, vocab: int)
     assert read(other, batch)[0] == [other.apply_chat_template(talk, tokenize=True, return_dict=False) for talk in talks]
 
 
-def test_no_second_bos(batch: Batch) -> None:
-    """C30 for reward models: a template that writes the BOS, and a tokenizer that would add one."""
-    other = tiny_tokenizer(vocab=60, chat_template="{{ bos_token }}" + TEMPLATE)
-    assert all(row.count(other.bos_token_id) == 1 and row[0] == other.bos_token_id for row in read(other, batch)[0])
+@pytest.mark.parametrize("template", [None, "{{ bos_token }}" + TEMPLATE])
+@pytest.mark.parametrize("form", ["<bos> $A", "<bos> $A <eos>"])
+def test_one_bos_in_front_and_an_end_only_where_there_was_one(batch: Batch, template: str | None, form: str) -> None:
+    """Whatever the tokenizer adds by itself and the template writes: the second response was cut off."""
+    other = bos_tokenizer(template, vocab=60, form=form)
+    rows, _ = read(other, batch)
+    assert all(row.count(other.bos_token_id) == 1 and row[0] == other.bos_token_id for row in rows)
+    assert [row.count(other.eos_token_id) for row in rows] == ([1, 0] if template is None else [0, 0])
 
 
 @pytest.mark.parametrize("tokenizer", [ACTOR, tiny_tokenizer(vocab=60)])
