@@ -20,7 +20,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("e2e")
     soften(make_tiny_model(root / "model", hidden=128, layers=2))
     draw = random.Random(0)
-    rows = [(draw.randrange(100), draw.randrange(100)) for _ in range(40)]
+    rows = [(draw.randrange(100), draw.randrange(100)) for _ in range(39)]  # 7 for validation: no number of replicas divides them
     for name, part in (("train", rows[:32]), ("val", rows[32:])):
         lines = [json.dumps({"prompt": f"{a}+{b}=", "answer": a + b, "response": str(a + b)}) for a, b in part]
         (root / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
@@ -41,6 +41,7 @@ def launcher(work: Path) -> Iterator[Launcher]:
         "actor.model.path": work / "model", "actor.model.dtype": "float32", "actor.optimizer.lr": 2e-3,
         "actor.optimizer.eps": 1e-3,  # Adam's usual 1e-8 would turn rounding of a zero gradient into a whole step, and layouts apart
         "data.train_files": work / "train.jsonl", "data.train_batch_size": 8, "data.max_prompt_length": 16, "data.max_response_length": 12,
+        "rollout.temperature": 0.8,  # not 1, so that whoever leaves it out computes other log-probs
         "rollout.n": 4, "rollout.max_response_length": 12, "rollout.kv_cache_gib": 0.02, "rollout.max_num_seqs": 32,
         "reward.function": "tests.e2e.rewards:digits", "reward.workers": 1,
         "algorithm.kl_coef": 0.05, "trainer.steps": 3, "trainer.output_dir": work / "runs",

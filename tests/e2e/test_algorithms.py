@@ -33,7 +33,7 @@ def test_reinforce_pp_and_dapo_raise_the_held_out_reward(launcher: Launcher) -> 
     token_level = launcher.start("reinforce_pp", 1, algorithm="reinforce_pp", algorithm__kl_coef=0.01, algorithm__kl_target=0.05,
                                  algorithm__kl_horizon=100, **common)
     dapo = launcher.start("dapo", 1, algorithm="dapo", algorithm__kl_coef=None, algorithm__mini_batch_size=16, algorithm__max_refills=2,
-                          algorithm__overlong_buffer=4, algorithm__overlong_penalty=0.1,
+                          algorithm__overlong_buffer=4, algorithm__overlong_penalty=0.1, algorithm__entropy_coef=1e-4,
                           reward__function="tests.e2e.rewards:begins_with_a_digit", trainer__save_final="false", **common)
     rows = learns(token_level.succeeded())
     assert rows[0]["kl_coef"] == 0.01 and len({row["kl_coef"] for row in rows}) == STEPS

@@ -68,7 +68,7 @@ def test_generation_on_a_rank_of_its_own_gives_the_same(grpo: Run, launcher: Lau
 def test_grpo_continues_a_supervised_checkpoint_in_bfloat16(launcher: Launcher) -> None:
     val = launcher.root / "val.jsonl"
     warm = launcher.start(
-        "sft", 2, algorithm="sft", algorithm__kl_coef=0.0, data__val_files=val, trainer__steps=12,
+        "sft", 2, algorithm="sft", algorithm__kl_coef=0.0, rollout__temperature=None, data__val_files=val, trainer__steps=12,
         actor__optimizer__lr=3e-3, actor__optimizer__eps=1e-8,
     ).succeeded()  # fmt: skip
     losses = [row[names.LOSS] for row in warm.metrics()]

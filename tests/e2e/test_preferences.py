@@ -38,8 +38,8 @@ def runs(launcher: Launcher, work: Path, pairs: list) -> dict[str, Run]:
     """DPO on two data-parallel ranks and a reward model on two tensor-parallel ones, at the same time."""
     settings = {
         "data__train_files": work / "train_pairs.jsonl", "data__val_files": work / "val_pairs.jsonl",
-        "data__val_batch_size": 6, "algorithm__kl_coef": 0.0, "algorithm__mini_batch_size": 8, "trainer__steps": STEPS,
-        "actor__optimizer__eps": 1e-8, "actor__max_tokens_per_micro_batch": 40,
+        "data__val_batch_size": 6, "rollout__temperature": None, "algorithm__kl_coef": 0.0, "algorithm__mini_batch_size": 8,
+        "trainer__steps": STEPS, "actor__optimizer__eps": 1e-8, "actor__max_tokens_per_micro_batch": 40,
         "data__max_prompt_length": 8, "data__max_response_length": LENGTH + 1,
     }
     started = {name: launcher.start(name, 2, algorithm=name, actor__parallel__tp=tp, **settings) for name, tp in TENSOR_PARALLEL.items()}

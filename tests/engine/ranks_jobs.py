@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from typing import Any
 
@@ -198,8 +199,10 @@ def actor_and_reference(path: str, layout: Layout, options: Options) -> tuple[fl
 
 
 def resumed_between(path: str, layout: Layout, options: Options) -> Options:
-    """Two updates, the second by another engine that continues from the weights and the optimizer state of the first."""
-    first, second = engine_of(path, layout, options), engine_of(path, layout, options)
+    """Two updates, the second by another engine that continues from the weights and the optimizer state of the first: moments, and
+    the place in a schedule that warms up and decays."""
+    scheduled = dataclasses.replace(OPTIMIZER, schedule="linear", warmup_steps=2, min_lr=1e-3)
+    first, second = (engine_of(path, layout, {**options, "total_steps": 4}, scheduled) for _ in range(2))
     batch, _ = local_batch(first, options)
     call = update_arguments(first, options)
     metrics = [first.update(batch, **call)]

@@ -59,6 +59,27 @@ def test_config_file_without_rope_theta_is_refused(tmp_path: Path) -> None:
     assert weight_map(read_hf_config(str(tmp_path))).settings.gpt["rotary_base"] == 2e4
 
 
+FORMS = [
+    {"rope_theta": 1e5}, {"rope_theta": 1e5, "rope_scaling": None}, {"rope_theta": 1e5, "rope_parameters": None},
+    {"rope_parameters": {"rope_theta": 1e5, "rope_type": "default"}},
+    {"rope_theta": 1e5, "rope_scaling": {"type": "linear", "factor": 2.0}},
+    {"rope_theta": 1e5, "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+    {"rope_parameters": {"rope_theta": 1e5, "rope_type": "linear", "factor": 2.0}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_every_way_to_write_rope_theta_is_read_alike(tmp_path: Path, form: dict[str, Any]) -> None:
+    """The older top-level fields and rope_parameters: the same frequencies here, and the same for whoever reads it with transformers."""
+    values = {key: value for key, value in config().to_dict().items() if not key.startswith("rope_")}
+    (tmp_path / "config.json").write_text(json.dumps(values | form))
+    read = read_hf_config(str(tmp_path))
+    settings = weight_map(read).settings
+    assert settings.gpt["rotary_base"] == read.rope_parameters["rope_theta"] == 1e5
+    factor = 2.0 if "linear" in str(form) else 1.0
+    assert settings.inverse_frequencies == pytest.approx([1e5 ** (-i / 12) / factor for i in range(0, 12, 2)])
+
+
 def test_unreadable_config_names_the_file(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no config.json"):
         read_hf_config(str(tmp_path))

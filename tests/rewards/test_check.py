@@ -85,7 +85,7 @@ def rows_of(path: Path, *rows: dict) -> PromptDataset:
     return PromptDataset([str(path)], DataConfig(train_files=[]), TOKENIZER)
 
 
-def test_c32_every_row_is_compared_with_the_parameters_and_those_of_validation_too(tmp_path: Path) -> None:
+def test_every_row_is_compared_with_the_parameters_and_those_of_validation_too(tmp_path: Path) -> None:
     """Not the first row alone: the others would fail in the middle of a run. A batched function gets None for what a row lacks."""
     whole, lacking = rows_of(tmp_path / "a.jsonl", {"answer": 3}), rows_of(tmp_path / "b.jsonl", {"answer": 3}, {"label": 3})
     nothing = rows_of(tmp_path / "c.jsonl", {})
@@ -98,7 +98,7 @@ def test_c32_every_row_is_compared_with_the_parameters_and_those_of_validation_t
     check_reward_function(RewardConfig(function=f"{tmp_path}/mine.py:many"), whole, TOKENIZER, validation=lacking)
 
 
-def test_c32_a_judge_s_question_is_compared_with_every_row(tmp_path: Path) -> None:
+def test_a_judge_s_question_is_compared_with_every_row(tmp_path: Path) -> None:
     sets = rows_of(tmp_path / "a.jsonl", {"answer": 3}, {"label": 3}).column_sets
     judge = JudgeConfig(prompt="{prompt} {response} {{x}} {answer}")
     (problem,) = field_problems(judge, "reward_models.j", sets)

@@ -13,14 +13,14 @@ from hybridflow.rewards.normalize import Normalizer
 NAN = float("nan")
 
 
-def test_c07_a_silent_source_leaves_the_others_alone() -> None:
-    """C07's two functions: [1, None, 0, 1] and [None, None, 0, 1]. The row nobody scored has no reward; it is not 0."""
+def test_a_silent_source_leaves_the_others_alone() -> None:
+    """Two functions: [1, None, 0, 1] and [None, None, 0, 1]. The row nobody scored has no reward; it is not 0."""
     scores = {"f1": torch.tensor([1.0, NAN, 0.0, 1.0]), "f2": torch.tensor([NAN, NAN, 0.0, 1.0])}
     total = weighted_sum(scores, {"f1": 1.0, "f2": 0.5})
     assert total[[0, 2, 3]].tolist() == [1.0, 0.0, 1.5] and total.isnan().tolist() == [False, True, False, False]
 
 
-def test_c07_a_metric_is_the_mean_of_what_is_there() -> None:
+def test_a_metric_is_the_mean_of_what_is_there() -> None:
     mean, _ = moments(torch.tensor([0.5, NAN, NAN, 0.8, 0.6, 0.7]))
     assert mean == pytest.approx(0.65)
     assert moments(torch.tensor([NAN, NAN])) == (0.0, 0.0) and moments(torch.tensor([3.0])) == (3.0, 0.0)

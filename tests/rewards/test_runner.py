@@ -72,11 +72,11 @@ def test_columns_kwargs_and_metrics() -> None:
     result = run("with_columns", ["a"] * 3, columns, kwargs={"scale": 2.0})
     assert result.scores.tolist() == [0.0, 2.0, 4.0]
     assert result.metrics["reward/columns"] == 2.0
-    assert result.metrics["reward/sometimes"] == 1.0  # C07: a None metric is left out of the mean, not counted as NaN or 0
+    assert result.metrics["reward/sometimes"] == 1.0  # a None metric is left out of the mean, not counted as NaN or 0
     assert result.columns["sometimes"].isnan().tolist() == [False, False, True]
 
 
-def test_c07_a_function_abstains_with_none() -> None:
+def test_a_function_abstains_with_none() -> None:
     """One None leaves the others as they are; it is NaN (never 0), counted, and no part of any mean."""
     result = run("abstains", ["a", "b", "c"], [{"answer": 1}, {"answer": None}, {"answer": 4}])
     assert result.scores.tolist()[::2] == [1.0, 4.0] and result.scores.isnan().tolist() == [False, True, False]
@@ -85,7 +85,7 @@ def test_c07_a_function_abstains_with_none() -> None:
     assert run("abstains", ["a"], [{"answer": None}]).metrics["reward/abstained"] == 1.0
 
 
-def test_c07_abstaining_from_token_level_rewards() -> None:
+def test_abstaining_from_token_level_rewards() -> None:
     result = run("abstaining_tokens", ["a", "none"], lengths=[2, 3])
     assert result.scores[0] == 1.0 and result.scores.isnan().tolist() == [False, True]
     assert [row.tolist() for row in result.token_scores.rows()] == [[0.5, 0.5], [0.0, 0.0, 0.0]]
@@ -99,7 +99,7 @@ def test_asynchronous_calls_run_together() -> None:
         assert time.monotonic() - start < 3.0  # one after the other they take 12 s, or 6 s in two processes
 
 
-def test_c09_bad_asynchronous_calls_cost_the_others_nothing() -> None:
+def test_bad_asynchronous_calls_cost_the_others_nothing() -> None:
     settings = {"timeout": 0.7, "timeout_reward": -1.0, "error_reward": -2.0, "on_error": "score"}
     with runner("sleeps_async", **settings) as opened:
         process = opened.processes[0]
@@ -139,12 +139,12 @@ def test_token_level_rewards() -> None:
         run("returns", ["list"])
 
 
-def test_c08_function_runs_in_the_main_thread() -> None:
+def test_function_runs_in_the_main_thread() -> None:
     assert run("uses_alarm", ["a"]).scores.tolist() == [1.0]
 
 
 @pytest.mark.parametrize("name", ["hangs", "hangs_holding_the_gil", "sleeps"])
-def test_c09_a_hanging_call_is_killed_and_its_process_replaced(name: str) -> None:
+def test_a_hanging_call_is_killed_and_its_process_replaced(name: str) -> None:
     responses = ["a", "b", "hang", "c", "d", "e", "f", "g"]
     with runner(name, workers=2, timeout=1.0, timeout_reward=-1.0) as opened:
         score(opened, ["warm", "up"])
@@ -158,7 +158,7 @@ def test_c09_a_hanging_call_is_killed_and_its_process_replaced(name: str) -> Non
     assert not [p for p in psutil.process_iter(["cmdline"]) if "time.sleep(77.125)" in " ".join(p.info["cmdline"] or [])]
 
 
-def test_c09_every_call_hangs() -> None:
+def test_every_call_hangs() -> None:
     result = run("hangs", ["hang"] * 4, workers=2, timeout=0.5, timeout_reward=0.25)
     assert result.scores.tolist() == [0.25] * 4 and result.metrics["reward/timeouts"] == 4.0
 
@@ -210,7 +210,7 @@ def test_a_crash_is_an_error_not_a_hang(response: str, message: str) -> None:
     ("str", r"returned '0.5' \(str\)"), ("object", "returned <object"),
     ("list extra", r"returned extra=\[1.0\] \(list\), expected a number, a text or None"),
 ])
-def test_c07_a_value_that_is_no_reward_is_an_error(opened_returns: Strict, response: str, message: str) -> None:
+def test_a_value_that_is_no_reward_is_an_error(opened_returns: Strict, response: str, message: str) -> None:
     with pytest.raises(RewardError, match=f"for row 1 of 2 .*response '{response}'.*{message}"):
         score(opened_returns.raising, ["int", response], response_lengths=[2, 2])
     result = score(opened_returns.scoring, ["int", response], response_lengths=[2, 2])

@@ -37,7 +37,7 @@ def test_own_answers_of_the_package_score_one(name: str) -> None:
         assert result["score"] == 1.0 and result["verifier"] == 1.0
 
 
-def test_c32_unknown_task_name() -> None:
+def test_unknown_task_name() -> None:
     for name in ("", "no_such_task"):
         with pytest.raises(RewardError, match=f"column `dataset` names '{name}'"):
             score("p", "1", name, json.dumps(ENTRY))

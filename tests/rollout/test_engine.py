@@ -178,7 +178,7 @@ def test_limits_of_the_batch_change_no_token(ranks: Ranks, single: str) -> None:
 
 
 def test_stop_tokens_belong_to_the_response(ranks: Ranks, single: str) -> None:
-    """eos and stop ids end a response, are its last token and have a log-prob; a truncated response has none (known failure C14)."""
+    """eos and stop ids end a response, are its last token and have a log-prob; a truncated response has none."""
     ranks.start("stops", "llama", 1, stop_token_ids=[STOP])
     ranks.sync("stops", "llama", 0, 0)
     model = AutoModelForCausalLM.from_pretrained(ranks.paths["llama", 0], dtype=torch.float32)

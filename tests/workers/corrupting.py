@@ -26,6 +26,11 @@ class CorruptingWorker(ActorRolloutWorker):
         self.resharder.run = run_and_damage
 
     @register(Protocol.ONE_TO_ALL)
+    def reseed(self, seed: int) -> None:
+        """As if the run had been started with this trainer.seed, as far as sampling goes."""
+        self.config.trainer.seed = seed
+
+    @register(Protocol.ONE_TO_ALL)
     def shared(self) -> tuple[list[str], list[str], dict[str, float]]:
         """Names of generation weights that are the trainer's memory, names of the others, and bytes a wake takes."""
         shared = self.resharder.views().shared

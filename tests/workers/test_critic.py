@@ -1,6 +1,6 @@
 """The whole update of a PPO critic on a Megatron rank against Hugging Face in float64: values, GAE, clipped loss, one AdamW step.
 
-Layouts, pipelines and packing of the scalar head: tests/engine/test_layouts.py.
+Layouts, pipelines and packing of the scalar head: tests/engine/test_parity.py.
 """
 
 from __future__ import annotations

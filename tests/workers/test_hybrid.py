@@ -22,7 +22,7 @@ from hybridflow.reshard.grouping import generation_layout
 from tests.tiny import make_tiny_model
 from tests.workers.corrupting import CorruptingWorker
 
-SAMPLING = {"step": 1, "n": 2, "temperature": 1.0}
+SAMPLING = {"step": 1, "n": 2, "temperature": 0.7}
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +32,7 @@ def config() -> Iterator[Config]:
     config.actor.model.path = make_tiny_model(Path(folder, "model"), hidden=128, layers=2)
     config.actor.model.dtype = "float32"
     config.data.max_prompt_length, config.rollout.max_response_length = 8, 4
+    config.rollout.temperature = SAMPLING["temperature"]
     config.rollout.kv_cache_gib, config.rollout.max_num_seqs, config.rollout.probe_interval = 0.01, 8, 2
     yield config
     shutil.rmtree(folder)
@@ -66,12 +67,24 @@ def test_an_update_while_generating_is_a_phase_error(actor: RoleHandle, prompts:
     responses = actor.generate_sequences(prompts, version=1, **SAMPLING).get()
     assert responses["weight_version"].tolist() == [1] * 4
     assert responses["prompt_id"].tolist() == [3, 3, 4, 4]
+    assert_rollouts_follow_the_seed(actor, prompts, responses.fetch())
     actor.leave_generation().get()
     assert actor.compute_log_prob(responses).get()["gap_max"].max() < 1e-5
     assert "probe_gap" not in actor.enter_generation(version=2).first()  # every 2 syncs
     with pytest.raises(PhaseError, match="update_actor.*'train'.*'generate'") as told:
         actor.update_actor(responses).get()
     assert_names_the_worker(told.value, "update_actor")
+
+
+def assert_rollouts_follow_the_seed(actor: RoleHandle, prompts: Batch, responses: Batch) -> None:
+    """trainer.seed reaches the engine: another one gives other responses, the same one the same."""
+    def sampled(seed: int) -> list[list[int]]:
+        actor.reseed(seed).get()
+        return [row.tolist() for row in actor.generate_sequences(prompts, version=1, **SAMPLING).get().fetch()["response_ids"].rows()]
+
+    first = [row.tolist() for row in responses["response_ids"].rows()]
+    assert all(a != b for a, b in zip(sampled(Config().trainer.seed + 1), first, strict=True))
+    assert sampled(Config().trainer.seed) == first
 
 
 @pytest.mark.slow

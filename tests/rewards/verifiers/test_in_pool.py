@@ -25,7 +25,7 @@ def test_math_and_its_metrics() -> None:
             runner.score([""], [r"\boxed{2}"], [{"gold": "???"}])
 
 
-def test_c09_catastrophic_backtracking_ends_with_its_process() -> None:
+def test_catastrophic_backtracking_ends_with_its_process() -> None:
     config = RewardConfig(function=VERIFIERS + "regex:score", kwargs={"pattern": "^(a+)+(b)$"}, workers=1, timeout_seconds=2.0)
     with RewardRunner(config) as runner:
         runner.signature()
