@@ -49,18 +49,6 @@ class RankPlan:
                            for streams in (self.sends, self.receives))
         return RankPlan(self.rank, sends=sends, receives=receives)
 
-    @property
-    def elements_local(self) -> int:
-        return sum(move.elements for move in self.local)
-
-    @property
-    def elements_sent(self) -> int:
-        return sum(move.elements for moves in self.sends.values() for move in moves)
-
-    @property
-    def elements_received(self) -> int:
-        return sum(move.elements for moves in self.receives.values() for move in moves)
-
 
 @dataclass(frozen=True)
 class Traffic:
@@ -254,8 +242,3 @@ def plan(sources: Sequence[Shard], targets: Sequence[Shard], *, node_of: Sequenc
     if not len(sources) == len(targets) == len(node_of):
         raise ValueError(f"{len(sources)} sources, {len(targets)} targets and {len(node_of)} nodes: all are per global rank")
     return ReshardPlan(shard_classes(sources), shard_classes(targets), node_of)
-
-
-def plan_for_rank(rank: int, sources: Sequence[Shard], targets: Sequence[Shard], *, node_of: Sequence[int]) -> RankPlan:
-    """Only the part of `rank`."""
-    return plan(sources, targets, node_of=node_of).rank(rank)

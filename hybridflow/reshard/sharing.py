@@ -7,8 +7,6 @@ what is not is copied.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from hybridflow.errors import ReshardError
@@ -19,45 +17,19 @@ from hybridflow.reshard.plan import RankPlan
 Tensors = dict[str, torch.Tensor]
 
 
-@dataclass(frozen=True)
-class Sharing:
-    """pairs: target name -> source name laid out alike. apart: why each other target parameter needs memory of its own."""
+def shared_parameters(source: Shard, target: Shard) -> dict[str, str]:
+    """Target name -> source name, for the parameters of one rank that are alike: same shape, same regions at the same places.
 
-    pairs: dict[str, str]
-    apart: dict[str, str]
-
-
-def shared_parameters(source: Shard, target: Shard) -> Sharing:
-    """Which parameters of one rank's target shard equal one of its source shard: same shape, same pieces at the same places."""
-    by_first: dict[str, list[ShardParameter]] = {}
-    for parameter in source.values():
-        for tensor in {piece.tensor for piece in parameter.pieces}:
-            by_first.setdefault(tensor, []).append(parameter)
-    pairs: dict[str, str] = {}
-    apart: dict[str, str] = {}
-    for name, wanted in target.items():
-        candidates = by_first.get(wanted.pieces[0].tensor, []) if wanted.pieces else []
-        equal = [c.name for c in candidates if alike(c, wanted)]
-        if equal:
-            pairs[name] = equal[0]
-        else:
-            apart[name] = _reason(candidates, wanted)
-    return Sharing(pairs, apart)
+    What no region fills is zero in both.
+    """
+    held: dict[tuple, str] = {}
+    for name, parameter in source.items():
+        held.setdefault(_layout(parameter), name)
+    return {name: held[_layout(wanted)] for name, wanted in target.items() if _layout(wanted) in held}
 
 
-def alike(a: ShardParameter, b: ShardParameter) -> bool:
-    """Same shape, and the same regions at the same places (padding is zero in both)."""
-    return a.shape == b.shape and sorted(_places(a)) == sorted(_places(b))
-
-
-def _places(parameter: ShardParameter) -> list[tuple]:
-    return [(p.tensor, p.offset, p.box.start, p.box.shape) for p in parameter.pieces]
-
-
-def _reason(candidates: list[ShardParameter], wanted: ShardParameter) -> str:
-    if not candidates:
-        return "held by other ranks"
-    return "other order of rows" if any(c.shape == wanted.shape for c in candidates) else "another part of the tensor"
+def _layout(parameter: ShardParameter) -> tuple:
+    return parameter.shape, frozenset(parameter.pieces)
 
 
 def same_memory(source: Tensors, target: Tensors) -> dict[str, str]:

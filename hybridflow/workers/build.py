@@ -51,9 +51,9 @@ def shared_weights(context: WorkerContext, config: Config, engine: MegatronEngin
     if config.rollout.alias_weights == "off":
         logger.info("rollout.alias_weights=off: every generation weight is a copy")
         return {}
-    sharing = shared_parameters(engine.shard_parameters(), generation_shard(engine.weights, context.generation, context.rank))
+    pairs = shared_parameters(engine.shard_parameters(), generation_shard(engine.weights, context.generation, context.rank))
     parameters = engine.parameters()
-    return {name: parameters[source] for name, source in sharing.pairs.items()}
+    return {name: parameters[source] for name, source in pairs.items()}
 
 
 def build_rollout(context: WorkerContext, config: Config, shared: dict[str, torch.Tensor], *, sleeps: bool = True) -> RolloutEngine:

@@ -33,9 +33,11 @@ def test_70b_on_1024_ranks(seventy_billion: WeightMap, tp: int, pp: int, tp_g: i
     own = whole.rank(77)
     assert time.process_time() - seconds < 5
     target = seventy_billion.vllm(tp_g, generation.position(77)[1], body=generation.slice_of(77))
-    assert own.elements_received + own.elements_local == sum(p.box.size for parameter in target.values() for p in parameter.pieces)
+    local = sum(move.elements for move in own.local)
+    received = sum(move.elements for moves in own.receives.values() for move in moves)
+    assert received + local == sum(p.box.size for parameter in target.values() for p in parameter.pieces)
     traffic = whole.traffic(77)
-    assert (traffic.local, traffic.received) == (own.elements_local, own.elements_received)
+    assert (traffic.local, traffic.received) == (local, received)
 
 
 def test_bytes_of_70b_are_the_paper_formula_and_the_plan_is_small(seventy_billion: WeightMap) -> None:

@@ -12,8 +12,12 @@ from hybridflow.errors import ReshardError
 from hybridflow.models.shards import Box, Piece, ShardParameter
 from hybridflow.reshard.buckets import cut_box, make_buckets
 from hybridflow.reshard.grouping import generation_layout
-from hybridflow.reshard.plan import Move, RankPlan, Traffic, plan, plan_for_rank
+from hybridflow.reshard.plan import Move, RankPlan, Traffic, plan
 from tests.reshard.random_layouts import Case, Shard, blank, cases, expected, fill, random_logical
+
+
+def elements(streams: dict[int, list[Move]]) -> int:
+    return sum(move.elements for moves in streams.values() for move in moves)
 
 
 def _plans(case: Case) -> list[RankPlan]:
@@ -34,10 +38,10 @@ def test_any_two_layouts(case: Case) -> None:
         for target, moves in own.sends.items():
             assert plans[target].receives[own.rank] == moves
         lacking = _lacking(case, own.rank)
-        assert own.elements_received == lacking
+        assert elements(own.receives) == lacking
         assert whole.lower_bound_bytes(own.rank, 2) == 2 * lacking
         near = sum(m.elements for source, moves in own.receives.items() for m in moves if case.node_of[source] == case.node_of[own.rank])
-        assert whole.traffic(own.rank) == Traffic(own.elements_local, near, lacking - near)
+        assert whole.traffic(own.rank) == Traffic(sum(m.elements for m in own.local), near, lacking - near)
         check_same_node_first(case, own)
 
 
@@ -109,8 +113,8 @@ def test_buckets_of_both_ends_match_for_any_size(case: Case) -> None:
                 assert sent + [0] * (depth - len(sent)) == taken + [0] * (depth - len(taken))
                 assert all(n <= limit for n in sent)
         for own, list_of in zip(plans, buckets):
-            assert sum(b.send.elements for b in list_of) == own.elements_sent
-            assert sum(b.receive.elements for b in list_of) == own.elements_received
+            assert sum(b.send.elements for b in list_of) == elements(own.sends)
+            assert sum(b.receive.elements for b in list_of) == elements(own.receives)
 
 
 def test_cut_box_covers_without_overlap() -> None:
@@ -152,15 +156,15 @@ def test_received_bytes_equal_the_paper_formula(tp_g: int, stride: int, p: int, 
     total = 32 * p
     for rank in range(layout.world):
         own = whole.rank(rank)
-        assert own.elements_received == total * (t * p - tp_g) / (tp_g * t * p)
-        assert own.elements_sent == own.elements_received
+        assert elements(own.receives) == total * (t * p - tp_g) / (tp_g * t * p)
+        assert elements(own.sends) == elements(own.receives)
 
 
 def test_few_takers_draw_from_all_holders() -> None:
     """A separate pool of one rank takes from 4 replicas of 4 tensors: one tensor from each."""
     whole = {f"w{i}": _matrix(f"w{i}", 4, 1, 0) for i in range(4)}
     sources, targets = [whole] * 4 + [{}], [{}] * 4 + [whole]
-    own = plan_for_rank(4, sources, targets, node_of=[0, 0, 1, 1, 2])
+    own = plan(sources, targets, node_of=[0, 0, 1, 1, 2]).rank(4)
     assert {source: len(moves) for source, moves in own.receives.items()} == {0: 1, 1: 1, 2: 1, 3: 1}
 
 

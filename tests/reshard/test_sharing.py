@@ -25,9 +25,10 @@ def test_what_is_shared_holds_the_same_values(case: Case) -> None:
     logical = random_logical(case.logical)
     for source, target in zip(case.sources, case.targets):
         held, wanted = fill(source, logical), expected(target, logical)
-        sharing = shared_parameters(source, target)
-        assert sharing.pairs.keys() | sharing.apart.keys() == target.keys() and not sharing.pairs.keys() & sharing.apart.keys()
-        for name, twin in sharing.pairs.items():
+        pairs = shared_parameters(source, target)
+        assert pairs.keys() == {name for name, wanted in target.items()
+                                if any(p.shape == wanted.shape and set(p.pieces) == set(wanted.pieces) for p in source.values())}
+        for name, twin in pairs.items():
             assert torch.equal(held[twin].nan_to_num(0.0), wanted[name])
 
 
@@ -39,9 +40,9 @@ def test_what_is_shared_holds_the_same_values(case: Case) -> None:
 def test_what_a_model_shares(layout: Layout, tp_g: int, copied: set[str]) -> None:
     weights = tiny_weights("qwen2", tied=False)
     for rank in range(layout.world):
-        sharing = shared_parameters(weights.megatron(layout, rank), weights.vllm(tp_g, generation_layout(layout, tp_g).position(rank)[1]))
-        assert {name.split(".")[-2] for name in sharing.apart} == copied
-        assert set(sharing.apart.values()) <= {"other order of rows", "another part of the tensor"}
+        target = weights.vllm(tp_g, generation_layout(layout, tp_g).position(rank)[1])
+        pairs = shared_parameters(weights.megatron(layout, rank), target)
+        assert {name.split(".")[-2] for name in target.keys() - pairs.keys()} == copied
 
 
 def test_experts_that_are_dealt_to_ranks_are_not_cut() -> None:
@@ -55,7 +56,7 @@ def test_experts_that_are_dealt_to_ranks_are_not_cut() -> None:
     weights = weight_map(AutoConfig.for_model("qwen3_moe", vocab_size=128, max_position_embeddings=64, **sizes))
     layout = Layout(2, tp=2, ep=2)
     for rank in range(2):
-        pairs = shared_parameters(weights.megatron(layout, rank), generation_shard(weights, generation_layout(layout, 2, 2), rank)).pairs
+        pairs = shared_parameters(weights.megatron(layout, rank), generation_shard(weights, generation_layout(layout, 2, 2), rank))
         assert {f"model.layers.0.mlp.experts.w13_weight.{i}" for i in range(4)} <= pairs.keys()
 
 
@@ -63,7 +64,7 @@ def aliased(weights: WeightMap, seed: int = 0) -> tuple[dict[str, torch.Tensor],
     """Source and target tensors of one rank, the target being the source's memory where the layouts allow it."""
     source, target = fill(weights.megatron(LAYOUT, 0), random_logical(weights.logical, seed)), blank(weights.vllm(1, 0))
     source = {name: tensor.nan_to_num(0.0) for name, tensor in source.items()}
-    for name, twin in shared_parameters(weights.megatron(LAYOUT, 0), weights.vllm(1, 0)).pairs.items():
+    for name, twin in shared_parameters(weights.megatron(LAYOUT, 0), weights.vllm(1, 0)).items():
         target[name] = source[twin]
     return source, target
 
