@@ -66,6 +66,10 @@ class WorkerError(HybridFlowError):
         Exception.__init__(self, message)  # not super(): a class of two errors must not run the other's constructor
 
 
+class OutputError(HybridFlowError):
+    """What a run leaves behind (metrics, rollouts, status, curves) cannot be written."""
+
+
 class RunIncompleteError(HybridFlowError):
     """The run ended before the steps it was asked for."""
 

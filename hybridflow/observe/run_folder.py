@@ -28,6 +28,7 @@ from typing import Literal
 from hybridflow.errors import ConfigError, DataError
 
 CRITICS = ("critic", "cost_critic")  # roles whose models are left beside the checkpoint
+SHORT_REASON = 400  # characters, of a reason that must fit where the last status was
 State = Literal["running", "finished", "failed"]
 
 
@@ -65,8 +66,8 @@ class RunFolder:
         """Makes output_dir/name with the configuration in it and the status "running".
 
         An existing folder that is not empty needs `overwrite`, which removes what a run writes (the list above) and leaves
-        other files alone. Raises ConfigError if the name is no plain folder name, if the folder exists, or if it belongs to
-        a run that is still going on.
+        other files alone. Raises ConfigError if the name is no plain folder name, if the folder exists, cannot be written, or belongs
+        to a run that is still going on.
         """
         if name in ("", ".", "..") or Path(name).name != name:
             raise ConfigError(f"trainer.name is {name!r}; it must be a plain folder name without '/'")
@@ -84,11 +85,11 @@ class RunFolder:
                     "or trainer.overwrite=true to replace it"
                 )
             run._clear()
-        run.rollouts.mkdir()
-        run.logs.mkdir()
-        run.config.write_text(config_text, encoding="utf-8")
-        now = time.time()
-        run._write_status(Status("running", started=now, updated=now, host=socket.gethostname(), pid=os.getpid()))
+        try:
+            run._begin(config_text)
+        except OSError as error:
+            run._release()
+            raise ConfigError(f"the run folder {run.root} cannot be written ({error}); see trainer.output_dir") from error
         return run
 
     @classmethod
@@ -113,14 +114,27 @@ class RunFolder:
 
     def fail(self, reason: str) -> None:
         """Notes a bad end with its reason, and lets go of the folder."""
-        self._update("failed", reason, self.status().step)
-        self._release()
+        try:
+            self._update("failed", reason, self.status().step)
+        except OSError as error:
+            # A full disk has no room for a new file, but the old one's block is still there.
+            status = Status(**asdict(self.status()) | {"state": "failed", "reason": f"{reason[:SHORT_REASON]} ({error})"})
+            _overwrite(self.status_file, _status_text(status))
+        finally:
+            self._release()
+
+    def _begin(self, config_text: str) -> None:
+        self.rollouts.mkdir()
+        self.logs.mkdir()
+        self.config.write_text(config_text, encoding="utf-8")
+        now = time.time()
+        self._write_status(Status("running", started=now, updated=now, host=socket.gethostname(), pid=os.getpid()))
 
     def _update(self, state: State, reason: str, step: int) -> None:
         self._write_status(Status(**(asdict(self.status()) | {"state": state, "reason": reason, "step": step, "updated": time.time()})))
 
     def _write_status(self, status: Status) -> None:
-        write_atomic(self.status_file, json.dumps(asdict(status), indent=1) + "\n")
+        write_atomic(self.status_file, _status_text(status))
 
     def _lock(self) -> None:
         """A lock that the system drops when the process dies, so a stale one cannot exist."""
@@ -150,11 +164,25 @@ class RunFolder:
             path.unlink(missing_ok=True)
 
 
+def _status_text(status: Status) -> str:
+    return json.dumps(asdict(status), indent=1) + "\n"
+
+
+def _overwrite(path: Path, text: str) -> None:
+    with path.open("r+", encoding="utf-8") as file:
+        file.write(text)
+        file.truncate()
+
+
 def write_atomic(path: Path, text: str) -> None:
     """A reader sees the old content or the new, whole; never a part."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

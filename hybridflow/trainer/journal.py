@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
 from transformers import PreTrainedTokenizerBase
 
 from hybridflow.algorithms.base import Prompts
 from hybridflow.cluster.sharded import ShardedBatch
 from hybridflow.config.algorithms import ALGORITHMS
+from hybridflow.errors import OutputError
 from hybridflow.observe.console import PlainConsole, make_console
 from hybridflow.observe.metrics import MetricsWriter
 from hybridflow.observe.rollouts import Rollout, from_batch, pick, write_rollouts
@@ -15,6 +21,7 @@ from hybridflow.trainer.prepare import Prepared
 from hybridflow.trainer.validation import Validation
 
 SCORES = ("reward/", "reward_model/", "cost/", "cost_model/")  # columns in which sources say what they think of a response
+logger = logging.getLogger(__name__)
 ANSWER_TYPES = (str, int, float, bool)  # columns of a data row that are written beside a rollout
 
 
@@ -27,7 +34,8 @@ class Journal:
         self.rollouts_per_step = prepared.config.trainer.rollouts_per_step
         kind = ALGORITHMS[prepared.config.algorithm.name].data
         self.console: PlainConsole = make_console(kind, prepared.steps)
-        self.metrics = MetricsWriter(folder.metrics)
+        with _written(folder.metrics):
+            self.metrics = MetricsWriter(folder.metrics)
         self.ended = False
         self.first: list[Rollout] = []
         self.last: list[Rollout] = []
@@ -43,20 +51,25 @@ class Journal:
 
     def validation(self, step: int, validation: Validation) -> None:
         """Validation of the weights after `step` steps; its first and last rollouts are kept for the end."""
-        self.metrics.write(step, validation.metrics)
+        with _written(self.folder.metrics):
+            self.metrics.write(step, validation.metrics)
         self.console.step(step, validation.metrics)
         if validation.samples is not None:
             self.last = from_batch(validation.samples, self._decode, step)
             self.first = self.first or self.last
-            write_rollouts(self.folder.rollouts / "validation", step, self.last)
+            with _written(self.folder.rollouts):
+                write_rollouts(self.folder.rollouts / "validation", step, self.last)
 
     def step(self, step: int, metrics: dict[str, float], samples: list[Rollout]) -> None:
-        """One completed step."""
-        self.metrics.write(step, metrics)
+        """One completed step. Raises OutputError when it cannot be written down."""
+        with _written(self.folder.metrics):
+            self.metrics.write(step, metrics)
         self.console.step(step, metrics)
         if samples:
-            write_rollouts(self.folder.rollouts, step, samples)
-        self.folder.progress(step)
+            with _written(self.folder.rollouts):
+                write_rollouts(self.folder.rollouts, step, samples)
+        with _written(self.folder.status_file):
+            self.folder.progress(step)
 
     def sample_rollouts(self, step: int, batch: ShardedBatch, prompts: Prompts) -> list[Rollout]:
         """A few responses of the step as text, with the scalar columns of their data rows."""
@@ -74,12 +87,14 @@ class Journal:
         """Curves, the final table, the rollouts before and after, and where everything is."""
         from hybridflow.observe.plots import write_curves  # matplotlib: a second that no start has to wait for
 
-        self.metrics.close()
-        curves = write_curves(self.folder)
+        with _written(self.folder.root):
+            self.metrics.close()
+            curves = write_curves(self.folder)
         if self.first:
             self.console.samples("before training:", self.first)
             self.console.samples(f"after {steps} steps:", self.last)
-        self.folder.finish(steps)
+        with _written(self.folder.status_file):
+            self.folder.finish(steps)
         model = self.folder.checkpoint if self.folder.checkpoint.exists() else "not saved (trainer.save_final=false)"
         self.console.finish(f"finished: {steps} steps", {"run folder": self.folder.root, "curves": curves[0], "model": model})
 
@@ -88,9 +103,20 @@ class Journal:
         if self.ended:
             return
         self.ended = True
-        self.metrics.close()
-        self.console.close()
-        self.folder.fail(reason)
+        for action in (self.metrics.close, self.console.close, lambda: self.folder.fail(reason)):
+            try:
+                action()
+            except OSError as error:  # a full disk, say: it must hide neither the cause nor what can still be done
+                logger.error("the end of the run could not be noted in %s: %s", self.folder.root, error)
 
     def _decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False)
+
+
+@contextlib.contextmanager
+def _written(path: Path) -> Iterator[None]:
+    """What the system says of `path`, as the error that ends the run."""
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(f"{path} cannot be written: {error}; make room or give another trainer.output_dir") from error

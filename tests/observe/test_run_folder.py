@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -24,6 +25,17 @@ def test_created_folder_holds_config_and_running_status(tmp_path):
     assert run.rollouts.is_dir()
     status = json.loads(run.status_file.read_text())
     assert (status["state"], status["step"], status["pid"]) == ("running", 0, os.getpid())
+
+
+def test_a_folder_on_a_full_disk_is_refused(tmp_path):
+    """A limit on the size of files stands for the disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        with pytest.raises(ConfigError, match=r"runs/first cannot be written \(.*File too large.*trainer.output_dir"):
+            make(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_life_of_a_status(tmp_path):

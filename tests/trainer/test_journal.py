@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ from hybridflow.cluster.bootstrap import Cluster
 from hybridflow.cluster.sharded import ShardedBatch
 from hybridflow.config.schema import Config
 from hybridflow.data.batch import Batch, Ragged
-from hybridflow.errors import RunIncompleteError
+from hybridflow.errors import OutputError, RunIncompleteError
 from hybridflow.observe.rollouts import read_rollouts
 from hybridflow.observe.run_folder import RunFolder
 from hybridflow.trainer.check import Report
@@ -94,3 +95,19 @@ def test_a_run_of_no_steps_is_no_success(journal: Journal) -> None:
     trainer = Trainer(prepared, SimpleNamespace(actor=None, rewards=None, costs=None, get=lambda name: None), journal)
     with pytest.raises(RunIncompleteError, match="0 of 0 steps.*trainer.steps"):
         trainer.run()
+
+
+def test_a_full_disk_is_named_and_the_end_still_noted(journal: Journal) -> None:
+    """What buffers hold must not stop the status from being written, nor what cannot be written as a new file."""
+    journal.step(1, {"reward/mean": 0.5}, [])
+    full = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, journal.metrics._file.fileno())
+    os.close(full)
+    with pytest.raises(OutputError, match=r"metrics.jsonl cannot be written: .*No space left on device.*trainer.output_dir") as caught:
+        journal.step(2, {"reward/mean": 0.5}, [])
+    temporary = journal.folder.root / f".status.json.{os.getpid()}"
+    temporary.mkdir()  # no new file can be made there
+    journal.fail(f"OutputError: {caught.value}")
+    temporary.rmdir()
+    status = journal.folder.status()
+    assert (status.state, status.step) == ("failed", 1) and "No space left on device" in status.reason
