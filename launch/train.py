@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node=1 launch/train.py actor.model.path=FOLDER data.train_files=prompts.jsonl reward.function=my_rewards:score
 
-Exit code 0: every step was done. 2: settings, data or model cannot work (nothing was started). 1: the run failed.
+Exit code 0: every step was done. 2: settings, data or model cannot work (nothing was started). 1: the run failed. 130: Ctrl-C.
 """
 
 from __future__ import annotations
@@ -44,13 +44,19 @@ def tell_torchrun(text: str) -> None:
 
 def train(loaded: LoadedConfig) -> int:
     """The run, in the driver; the job's other processes wait in job_session and leave with the driver's exit code."""
-    from hybridflow.cluster.bootstrap import job_session  # Ray and torch load slowly: settings are read before
+    from hybridflow.cluster.bootstrap import ending_signal, job_session  # Ray and torch load slowly: settings are read before
+    from hybridflow.cluster.failure import exit_code
     from hybridflow.observe.logs import setup_logging
-    from hybridflow.trainer.run import run
+    from hybridflow.trainer.run import reason, run
 
     setup_logging()
-    with job_session(loaded.config.cluster) as job:
-        run(loaded, job)
+    try:
+        with job_session(loaded.config.cluster) as job:
+            run(loaded, job)
+    except (KeyboardInterrupt, SystemExit) as error:  # where it happened to be says nothing
+        if isinstance(error, KeyboardInterrupt) or ending_signal():
+            print(f"✗ {reason(error)}", file=sys.stderr, flush=True)
+        return exit_code(error)
     return 0
 
 

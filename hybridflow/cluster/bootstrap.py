@@ -12,11 +12,13 @@ rank 0 is the driver), plain `python` on one machine, or a cluster that exists a
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
 import secrets
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -40,8 +42,11 @@ from hybridflow.errors import ConfigError, WorkerError
 logger = logging.getLogger(__name__)
 PATIENCE_SECONDS = 20.0  # the driver waits so long for the other processes to end Ray on their nodes and read its exit code
 HASTE_SECONDS = 4.0  # the same when the job failed: some may be gone
+DISCONNECT_SECONDS = 60.0  # Ray gets to let go of this process; a part of it that hangs is then killed
+PR_SET_PDEATHSIG = 1
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 _ended_by: list[int] = []
+_torchrun: list[int] = []  # process id of the agent that started this process
 
 
 @dataclass
@@ -95,10 +100,13 @@ class Job:
         return ranks_here(self.config) * (self.meeting.seat.nodes if self.meeting else 1)
 
     @contextlib.contextmanager
-    def cluster(self, log_dir: str | Path | None = None) -> Iterator[Cluster]:
-        """Ray on all nodes of the job. Within, SIGTERM and SIGHUP raise SystemExit(128 + number)."""
-        with _ray(self.config, self.meeting):
-            yield _cluster(self.config, Path(log_dir) if log_dir else None, self.begun, self.meeting)
+    def cluster(self, log_dir: str | Path | None = None, status_file: Path | None = None) -> Iterator[Cluster]:
+        """Ray on all nodes of the job. Within, SIGTERM and SIGHUP raise SystemExit(128 + number).
+
+        status_file: of a run folder; says that the run failed even if this process ends without a word.
+        """
+        with _ray(self.config, self.meeting, status_file) as node:
+            yield _cluster(self.config, Path(log_dir) if log_dir else None, self.begun, Liveness(self.meeting, node))
 
 
 @contextlib.contextmanager
@@ -111,6 +119,8 @@ def job_session(config: ClusterConfig) -> Iterator[Job]:
     begun = time.monotonic()
     with _signals_raise():
         seat = Seat.here()
+        if seat:
+            _end_with_torchrun()
         meeting = Rendezvous(seat, config.start_timeout_seconds) if seat else None
         if meeting and meeting.seat.rank:
             sys.exit(_follow(meeting, config))
@@ -125,22 +135,23 @@ def job_session(config: ClusterConfig) -> Iterator[Job]:
             raise
         finally:
             if meeting:
-                with _signals_wait():
+                with signals_wait():
                     meeting.tell("exit", str(code))
                     meeting.wait_for_count("goodbye", meeting.seat.world - 1, HASTE_SECONDS if code else PATIENCE_SECONDS)
 
 
 @contextlib.contextmanager
-def cluster_session(config: ClusterConfig, log_dir: str | Path | None = None) -> Iterator[Cluster]:
+def cluster_session(config: ClusterConfig, log_dir: str | Path | None = None, status_file: Path | None = None) -> Iterator[Cluster]:
     """`job_session` and its cluster in one, for a driver that has nothing to check before Ray is up."""
-    with job_session(config) as job, job.cluster(log_dir) as cluster:
+    with job_session(config) as job, job.cluster(log_dir, status_file) as cluster:
         yield cluster
 
 
 @contextlib.contextmanager
-def _ray(config: ClusterConfig, meeting: Rendezvous | None) -> Iterator[None]:
-    """Ray, connected: the cluster of RAY_ADDRESS, or one of the job's own."""
+def _ray(config: ClusterConfig, meeting: Rendezvous | None, status_file: Path | None) -> Iterator[RayNode | None]:
+    """Ray, connected: the cluster of RAY_ADDRESS, or one of the job's own, with its part on this node."""
     existing = os.environ.get("RAY_ADDRESS")
+    node = None
     with contextlib.ExitStack() as undo:
         if existing:
             undo.enter_context(_on_exit(ray.shutdown))
@@ -149,7 +160,8 @@ def _ray(config: ClusterConfig, meeting: Rendezvous | None) -> Iterator[None]:
             token = secrets.token_hex(32)
             undo.enter_context(job_token(token))
             address = node_address(meeting, config.start_timeout_seconds) if meeting else "127.0.0.1"
-            node = RayNode(None, address=address, token=token, gpus=config.device != "cpu", object_store_gib=config.object_store_gib)
+            node = RayNode(None, address=address, token=token, gpus=config.device != "cpu", object_store_gib=config.object_store_gib,
+                           status_file=status_file)
             undo.enter_context(_on_exit(node.stop))
             undo.push(lambda _, error, __: _disconnect(node, meeting, patient=error is None))
             head = node.wait_until_up(config.start_timeout_seconds)
@@ -158,17 +170,21 @@ def _ray(config: ClusterConfig, meeting: Rendezvous | None) -> Iterator[None]:
             _connect(head)
             if meeting:
                 _wait_for_nodes(meeting, node, config.start_timeout_seconds)
-        yield
+        yield node
 
 
 def _disconnect(node: RayNode, meeting: Rendezvous | None, patient: bool) -> None:
     """Leave Ray: the other nodes first, because leaving ends workers before their guardian has seen what they hold."""
-    with _signals_wait():
+    with signals_wait():
         if meeting:
             meeting.tell("ending", "1")
             meeting.wait_for_count("stopped", meeting.seat.nodes - 1, PATIENCE_SECONDS if patient else HASTE_SECONDS)
         node.note_segments()
+        limit = threading.Timer(DISCONNECT_SECONDS, node.stop)
+        limit.daemon = True
+        limit.start()
         ray.shutdown()
+        limit.cancel()
 
 
 def _connect(address: str) -> None:
@@ -206,7 +222,7 @@ def _follow(meeting: Rendezvous, config: ClusterConfig) -> int:
             if node and node.ended() and meeting.read("ending") is None:
                 node.check()
         if node:
-            with _signals_wait():
+            with signals_wait():
                 node.stop()
                 meeting.count("stopped")
         return int(meeting.wait("exit", config.start_timeout_seconds))
@@ -218,7 +234,7 @@ def _follow(meeting: Rendezvous, config: ClusterConfig) -> int:
         logger.error("process %d lost the driver: %s", meeting.seat.rank, error)
         return 1
     finally:
-        with _signals_wait():
+        with signals_wait():
             if node:
                 node.stop()
             meeting.count("goodbye")
@@ -234,7 +250,7 @@ def _join(meeting: Rendezvous, config: ClusterConfig) -> RayNode | None:
     return RayNode(where, address=address, token=token, gpus=config.device != "cpu", object_store_gib=config.object_store_gib)
 
 
-def _cluster(config: ClusterConfig, log_dir: Path | None, begun: float, meeting: Rendezvous | None) -> Cluster:
+def _cluster(config: ClusterConfig, log_dir: Path | None, begun: float, liveness: Liveness) -> Cluster:
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     gpus = [int(resources.get("GPU", 0)) for resources in nodes]
     device = config.device if config.device != "auto" else ("cuda" if any(gpus) else "cpu")
@@ -242,13 +258,24 @@ def _cluster(config: ClusterConfig, log_dir: Path | None, begun: float, meeting:
         raise ConfigError(f"cluster.device={config.device}, but the nodes have {gpus} GPUs; use cluster.device=cpu or nodes with GPUs")
     here = [count if device == "cuda" else 1 for count in gpus]
     ranks = [config.ranks_per_node or count for count in here]
-    return Cluster(config, device, ranks, log_dir, time.monotonic() - begun, Liveness(meeting))
+    return Cluster(config, device, ranks, log_dir, time.monotonic() - begun, liveness)
 
 
 def ending_signal() -> int | None:
     """The signal that ended this job, None so far. Ray turns the SystemExit of a signal that comes while it waits into one
     with exit code 1, so the exception does not always know."""
     return _ended_by[0] if _ended_by else None
+
+
+def orphaned() -> bool:
+    """Whether torchrun was killed and left this process behind."""
+    return bool(_torchrun) and os.getppid() != _torchrun[0]
+
+
+def _end_with_torchrun() -> None:
+    """SIGTERM for this process when its agent dies: nobody else would end the job, or hear how it ends."""
+    _torchrun[:] = [os.getppid()]
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 def _raise_exit(number: int, _: object) -> None:
@@ -273,12 +300,12 @@ def _on_exit(action: Callable[[], object]) -> Iterator[None]:
     try:
         yield
     finally:
-        with _signals_wait():
+        with signals_wait():
             action()
 
 
 @contextlib.contextmanager
-def _signals_wait() -> Iterator[None]:
+def signals_wait() -> Iterator[None]:
     """Cleaning up is bounded in time and not interrupted."""
     before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, *ENDING_SIGNALS)}
     try:

@@ -21,7 +21,8 @@ from hybridflow.errors import HybridFlowError, ReshardError, WorkerError
 
 GRACE_SECONDS = 2.0  # after the first failure: time for others to report
 PEER_LOST_GRACE_SECONDS = 15.0  # the same while all we know is that peers lost a peer: its death takes longer to be noticed
-_PEER_LOST_TYPES = {"DistBackendError", "DistNetworkError", "DistStoreError", "BrokenPipeError", "ConnectionResetError", "ConnectionError"}
+_PEER_LOST_TYPES = {"DistBackendError", "DistNetworkError", "DistStoreError", "BrokenPipeError", "ConnectionResetError", "ConnectionError",
+                    "ObjectLostError", "RayActorError"}
 # What torch's watchdog writes before it aborts a process whose NCCL peer is gone.
 _ABORTED_TEXT = re.compile(r"ncclRemoteError|remote process exited|watchdog caught collective operation timeout", re.I)
 _PEER_LOST_TEXT = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed out|peer|socket|tcpstore", re.I)
@@ -34,7 +35,7 @@ class Failure:
     time: float  # seconds since the epoch, clock of the rank's node
     rank: int
     role: str
-    verb: str
+    verb: str  # "": none was running
     node: str
     types: tuple[str, ...]  # class names of the exception, most derived first
     message: str
@@ -48,14 +49,14 @@ def describe_exception(error: BaseException, rank: int, role: str, verb: str) ->
     types = tuple(cls.__name__ for cls in type(error).__mro__ if issubclass(cls, Exception))
     ours = isinstance(error, HybridFlowError)
     # A sync that broke tells which bucket did; what broke it is the error of the collective below.
-    lost = _peer_lost(error.__cause__ if isinstance(error, ReshardError) else error)
+    lost = peer_lost(error.__cause__ if isinstance(error, ReshardError) else error)
     details = {k: v for k, v in vars(error).items() if isinstance(v, (str, int, float, list))} if ours else {}
     text = "".join(traceback.format_exception(error))
     return Failure(time.time(), rank, role, verb, socket.gethostname(), types, str(error), text, lost, details)
 
 
-def _peer_lost(error: BaseException | None) -> bool:
-    """Whether the error says no more than that another rank is gone."""
+def peer_lost(error: BaseException | None) -> bool:
+    """Whether the error says no more than that another rank, or a result it kept, is gone."""
     if error is None or isinstance(error, HybridFlowError):
         return False
     told = isinstance(error, RuntimeError) and _PEER_LOST_TEXT.search(str(error)) is not None
@@ -80,7 +81,8 @@ def worker_error(cause: Failure, others: Iterable[Failure] = (), note: str = "")
     """
     known = [getattr(errors, name, None) for name in cause.types]
     ours = next((cls for cls in known if isinstance(cls, type) and issubclass(cls, HybridFlowError)), None)
-    head = f"{cause.role} rank {cause.rank} on {cause.node} failed in {cause.verb}: {cause.types[0]}: {cause.message}"
+    when = f"in {cause.verb}" if cause.verb else "between two calls"
+    head = f"{cause.role} rank {cause.rank} on {cause.node} failed {when}: {cause.types[0]}: {cause.message}"
     also = sorted({failure.rank for failure in others} - {cause.rank})
     parts = [head, note, f"(ranks {also} failed after it)" if also else "", cause.traceback.rstrip()]
     text = "\n".join(part for part in parts if part)

@@ -10,6 +10,7 @@ import time
 
 import ray
 
+from hybridflow.cluster.node import RayNode
 from hybridflow.cluster.rendezvous import Rendezvous
 from hybridflow.errors import WorkerError
 
@@ -32,10 +33,10 @@ class Heartbeat:
 
 
 class Liveness:
-    """The driver's side. meeting None: the job has no followers, and only Ray is asked."""
+    """The driver's side. meeting None: the job has no followers. node: Ray on the driver's own node, None if it is not the job's."""
 
-    def __init__(self, meeting: Rendezvous | None) -> None:
-        self._meeting = meeting
+    def __init__(self, meeting: Rendezvous | None, node: RayNode | None) -> None:
+        self._meeting, self._node = meeting, node
         self._next = 0.0
         self._beats: dict[int, tuple[str | None, float]] = {}  # node -> (last heartbeat, when it was first seen)
         self._nodes = {node["NodeID"] for node in ray.nodes() if node["Alive"]}  # an existing cluster may have lost others before
@@ -46,6 +47,8 @@ class Liveness:
         if now < self._next:
             return
         self._next = now + LOOK_SECONDS
+        if self._node:
+            self._node.check()  # first: what follows asks Ray
         if self._meeting:
             self._check_followers(self._meeting, now)
         dead = [node["NodeManagerHostname"] for node in ray.nodes() if node["NodeID"] in self._nodes and not node["Alive"]]

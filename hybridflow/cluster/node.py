@@ -38,10 +38,13 @@ SETTINGS = {
 class RayNode:
     """One node's Ray processes. head_address None: start the head; else join it. `wait_until_up` comes next.
 
+    status_file: where the guardian notes the end of this process if it cannot do so itself.
+
     Raises WorkerError, with the end of Ray's own log, when Ray ends while it should run.
     """
 
-    def __init__(self, head_address: str | None, *, address: str, token: str, gpus: bool, object_store_gib: float) -> None:
+    def __init__(self, head_address: str | None, *, address: str, token: str, gpus: bool, object_store_gib: float,
+                 status_file: Path | None = None) -> None:
         # Nothing is scaled here, so Ray's autoscaler (the monitor) is not needed.
         as_head = ["--head", "--port=0", "--include-dashboard=false", "--no-monitor", f"--ray-client-server-port={free_port()}"]
         self._command = [
@@ -51,6 +54,7 @@ class RayNode:
         ]  # fmt: skip
         inherited = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS" and not of_torchrun(name)}
         self._environment = {**inherited, **SETTINGS, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+        self._status_file = str(status_file.absolute()) if status_file else None
         self._starts = 0
         self._start()
 
@@ -74,7 +78,11 @@ class RayNode:
         return address
 
     def ended(self) -> bool:
-        return self._guardian.poll() is not None
+        """Whether Ray is gone: so is its guardian then, or it has closed its output and waits for this process."""
+        if self._guardian.poll() is not None:
+            return True
+        readable, _, _ = select.select([self._guardian.stdout], [], [], 0)
+        return bool(readable) and not self._guardian.stdout.peek(1)
 
     def check(self) -> None:
         """Raise if Ray on this node has ended."""
@@ -88,13 +96,14 @@ class RayNode:
         try:
             self._guardian.stdin.write(b"n")
             self._guardian.stdin.flush()
-            select.select([self._guardian.stdout], [], [], NOTE_SECONDS)
+            if select.select([self._guardian.stdout], [], [], NOTE_SECONDS)[0]:
+                self._guardian.stdout.read1(1)
         except BrokenPipeError:
             logger.info("the guardian of %s ended meanwhile", self.folder)
 
     def stop(self) -> None:
         """End every process of Ray on this node, its workers included, and remove its files."""
-        if not self.ended():
+        if self._guardian.poll() is None:
             self._guardian.stdin.close()
             try:
                 self._guardian.wait(STOP_SECONDS)
@@ -106,14 +115,14 @@ class RayNode:
         base = tempfile.gettempdir() if len(tempfile.gettempdir()) <= LONGEST_FOLDER else SOCKET_FOLDER
         self.folder = Path(tempfile.mkdtemp(prefix="hf-", dir=base))
         self._starts += 1
-        job = json.dumps([[*self._command, f"--temp-dir={self.folder}"], str(self.folder), os.getpid()])
+        job = json.dumps([[*self._command, f"--temp-dir={self.folder}"], str(self.folder), os.getpid(), self._status_file])
         self._guardian: subprocess.Popen = subprocess.Popen(
             [sys.executable, guardian.__file__, job],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, env=self._environment,
         )  # fmt: skip
 
     def _head_address(self) -> str:
-        file = self.folder / "ray_current_cluster"  # Ray writes it on every node, as its last step of starting
+        file = self.folder / guardian.UP
         return file.read_text().strip() if file.exists() else ""
 
     def _log_tail(self) -> str:

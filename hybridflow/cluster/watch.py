@@ -1,34 +1,42 @@
 """Watch: waits for the calls of a worker group, and turns a failing, dying or silent rank into one error.
 
-After the first failure the group is over: its processes are killed and every later wait raises the same error.
+After the first failure the group is over: its processes are killed and every later wait raises the same error. The cause
+may lie in another group, with which its ranks shared a transfer or a result: the calls of all groups are looked at.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from hybridflow.cluster.failure import GRACE_SECONDS, PEER_LOST_GRACE_SECONDS, Failure, aborted_for_a_peer, first_cause, worker_error
-from hybridflow.cluster.worker import STACK_SIGNAL, Place, Reply
+from hybridflow.cluster.failure import (
+    GRACE_SECONDS,
+    PEER_LOST_GRACE_SECONDS,
+    Failure,
+    aborted_for_a_peer,
+    first_cause,
+    peer_lost,
+    worker_error,
+)
+from hybridflow.cluster.stacks import STOPPED, stacks_of
+from hybridflow.cluster.worker import Place, Reply
 from hybridflow.errors import WorkerError
 
 logger = logging.getLogger("hybridflow.workers")
 POLL_SECONDS = 0.2  # how often other calls are looked at while one is waited for
-STACK_SECONDS = 1.0  # time a process gets to write its stacks
-REMOTE_STACK_SECONDS = 10.0  # the same on another node, where a helper process must start first
+SETTLE_SECONDS = 0.05  # the same while ranks are given time after a failure
 LOG_TAIL_LINES = 20
-ABORT_LINES = 500  # an abort is followed by the stacks of all threads
+LOG_BYTES = 256 << 10  # looked at of a dead process's log: an abort is followed by the stacks of all threads
 PROGRESS_BAR = re.compile(r"\d+%\|")  # tqdm's: many lines of a log, none of which says why a process died
 DIED = " without an error of its own; a crash is in its log, and dmesg tells when the kernel killed it for memory"
 _watches: weakref.WeakSet[Watch] = weakref.WeakSet()
@@ -36,7 +44,7 @@ _watches: weakref.WeakSet[Watch] = weakref.WeakSet()
 
 @dataclass
 class Call:
-    """One verb on all ranks: refs[r] is rank r's pending Reply."""
+    """One verb on all ranks: refs[r] is rank r's pending Reply. verb "": no more than the question whether they live."""
 
     role: str
     verb: str
@@ -63,16 +71,19 @@ class Watch:
         _watches.add(self)
 
     def located(self, timeout: float) -> list[Place]:
-        """Wait until every process is up, and note where."""
-        call = Call("worker", "start", [actor.place.remote() for actor in self.actors])
-        ready, missing = ray.wait(call.refs, num_returns=len(call.refs), timeout=timeout)
+        """Wait until every process is up, and note where. Raises what fails meanwhile in groups that are building their roles."""
+        call = Call(self.name, "start", [actor.place.remote() for actor in self.actors])
+        ready, missing, deadline = [], call.refs, time.monotonic() + timeout
+        while missing and (left := deadline - time.monotonic()) > 0:
+            ready, missing = ray.wait(call.refs, num_returns=len(call.refs), timeout=min(POLL_SECONDS, left))
+            raise_first_cause()
         if missing:
             raise WorkerError(f"{self.name}: {len(missing)} of {len(call.refs)} worker processes did not start within {timeout:.0f} s "
-                              "(cluster.start_timeout_seconds)", role="worker", verb="start")
+                              "(cluster.start_timeout_seconds)", role=self.name, verb="start")
         try:
             self.places = ray.get(ready)
         except RayError as error:
-            raise WorkerError(f"{self.name}: a worker process could not start: {error}", role="worker", verb="start") from error
+            raise WorkerError(f"{self.name}: a worker process could not start: {error}", role=self.name, verb="start") from error
         by_ref = dict(zip(ready, self.places))
         self.places = [by_ref[ref] for ref in call.refs]
         return self.places
@@ -96,8 +107,7 @@ class Watch:
             if self._error:
                 raise self._error
             self._absorb(call, min(POLL_SECONDS, max(0.0, deadline - time.monotonic())))
-            for watch in list(_watches):
-                watch._raise_failures()
+            raise_first_cause()
             if not call.silent():
                 return
             try:
@@ -134,85 +144,128 @@ class Watch:
             failure = self._death(rank, call)
         except RayError as error:
             text = str(error)
-            failure = Failure(time.time(), rank, call.role, call.verb, self.places[rank].host, (type(error).__name__,), text, text)
+            lost, host = peer_lost(error), self.places[rank].host
+            failure = Failure(time.time(), rank, call.role, call.verb, host, (type(error).__name__,), text, text, lost)
         return Reply(rank, failure=failure)
 
     def _death(self, rank: int, call: Call) -> Failure:
-        """Of a process that is gone; what Ray knows is no more than that, so its log must tell."""
+        """Of a process that is gone; what Ray knows is no more than that, so its log must tell.
+
+        It ran the first of the calls it has not answered, whichever is waited for: that one must be the earlier failure.
+        """
+        for earlier in self._open[: self._open.index(call)] if call in self._open else []:
+            self._absorb(earlier, POLL_SECONDS)
         place, log = self.places[rank], self._log_lines(rank)
         text = f"process {place.pid} died{DIED}\n"
         if log:
             text += f"end of {self.log_files[rank]}:\n" + "\n".join(log[-LOG_TAIL_LINES:])
         return Failure(time.time(), rank, call.role, call.verb, place.host, ("WorkerDied",), text, "", aborted_for_a_peer(log))
 
-    def _failures(self) -> list[Failure]:
-        return [reply.failure for call in self._open for reply in call.replies.values() if reply.failure]
-
-    def _raise_failures(self) -> None:
+    def look(self) -> None:
+        """Take in what came meanwhile; calls that all ranks did well are forgotten."""
         for call in self._open:
             self._absorb(call, 0.0)
-        if not self._failures():
+        if not self.failures():
             self._open = [call for call in self._open if call.silent()]
-            return
-        begun = time.monotonic()
-        while any(call.silent() for call in self._open):
-            grace = GRACE_SECONDS if any(not failure.peer_lost for failure in self._failures()) else PEER_LOST_GRACE_SECONDS
-            if time.monotonic() - begun >= grace:
-                break
-            for call in self._open:
-                self._absorb(call, POLL_SECONDS / 2)
-        failures = self._failures()
-        self._end(worker_error(first_cause(failures), failures))
 
-    def _fail_silent(self, call: Call, limit: float) -> None:
-        ranks = call.silent()
-        where = [f"{rank} ({self.places[rank].host}, process {self.places[rank].pid})" for rank in ranks]
-        stacks = "\n".join(f"--- rank {rank} ---\n{text}" for rank, text in self._stacks(ranks).items())
-        message = f"{call.role}.{call.verb} took longer than {limit:.1f} s; no answer from ranks {', '.join(where)}\n{stacks}"
-        self._end(WorkerError(message.rstrip(), role=call.role, rank=ranks[0], node=self.places[ranks[0]].host, verb=call.verb))
+    def probe(self) -> None:
+        """Ask every process whether it lives: it may have died between two calls, when nothing was expected of it."""
+        if self.places and not self._error:
+            self._open.append(Call(self.name, "", [actor.ping.remote() for actor in self.actors]))
 
-    def _end(self, error: WorkerError) -> None:
+    def failures(self) -> list[Failure]:
+        return [reply.failure for call in self._open for reply in call.replies.values() if reply.failure]
+
+    def waits(self) -> bool:
+        """Whether a rank has still to answer."""
+        return any(call.silent() for call in self._open)
+
+    def silence(self) -> str:
+        """The ranks that have not answered a verb, and what their threads do; empty if there are none."""
+        return "\n".join(f"{call.role}.{call.verb}: {self._silence(call)}" for call in self._open if call.verb and call.silent())
+
+    def over(self, error: WorkerError) -> None:
+        """End the processes; every later wait raises `error`."""
         self._error = error
         self.kill()
-        raise error
 
-    def _stacks(self, ranks: list[int]) -> dict[int, str]:
-        """Stacks of the threads of each rank, as far as its node answers in time."""
-        here = ray.get_runtime_context().get_node_id()
-        texts = {rank: dump_stack(self.places[rank]) for rank in ranks if self.places[rank].node_id == here}
-        asked = {_ask_stack(self.places[rank]): rank for rank in ranks if rank not in texts}
-        if asked:
-            ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=REMOTE_STACK_SECONDS)
-            texts |= {asked[ref]: _told_stack(ref) for ref in ready}
-        return texts
+    def _silence(self, call: Call) -> str:
+        ranks = call.silent()
+        stacks = stacks_of({rank: self.places[rank] for rank in ranks})
+        stopped = {rank: ", stopped" for rank, text in stacks.items() if text == STOPPED}
+        where = [f"{rank} ({self.places[rank].host}, process {self.places[rank].pid}{stopped.get(rank, '')})" for rank in ranks]
+        return "\n".join([f"no answer from ranks {', '.join(where)}", *(f"--- rank {rank} ---\n{text}" for rank, text in stacks.items())])
+
+    def _fail_silent(self, call: Call, limit: float) -> None:
+        rank = call.silent()[0]
+        message = f"{call.role}.{call.verb} took longer than {limit:.1f} s; {self._silence(call)}"
+        self._end(WorkerError(message.rstrip(), role=call.role, rank=rank, node=self.places[rank].host, verb=call.verb))
+
+    def _end(self, error: WorkerError) -> None:
+        self.over(error)
+        raise error
 
     def _log_lines(self, rank: int) -> list[str]:
         """The last lines of a rank's log, without progress bars; none where no log is kept or it is not on this node."""
         path = self.log_files.get(rank)
         if not path or not os.path.exists(path):
             return []
-        lines = Path(path).read_text(errors="replace").splitlines()
-        return [line for line in lines if line.strip() and not PROGRESS_BAR.search(line)][-ABORT_LINES:]
+        with open(path, "rb") as file:
+            file.seek(max(0, os.path.getsize(path) - LOG_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+        return [line for line in lines if line.strip() and not PROGRESS_BAR.search(line)]
 
 
-def dump_stack(place: Place) -> str:
-    """Make a worker on this node write its stacks (works while it is stuck in native code), and read them."""
+def raise_first_cause() -> None:
+    """If a call of any group failed: wait a moment for what else is told, and raise the first cause. The groups concerned are over."""
+    watches = list(_watches)
+    for watch in watches:
+        watch.look()
+    if not _all_failures(watches):
+        return
+    if all(failure.peer_lost for failure in _all_failures(watches)):
+        for watch in watches:
+            watch.probe()
+    _settle(watches)
+    cause = first_cause(_all_failures(watches))
+    (origin,) = [watch for watch in watches if any(failure is cause for failure in watch.failures())]
+    silence = "\n".join(text for watch in watches if (text := watch.silence())) if "PhaseTimeoutError" in cause.types else ""
+    error = worker_error(cause, origin.failures(), silence)
+    for watch in watches:
+        if watch.failures():
+            watch.over(error)
+    raise error
+
+
+def _all_failures(watches: Sequence[Watch]) -> list[Failure]:
+    return [failure for watch in watches for failure in watch.failures()]
+
+
+def _settle(watches: Sequence[Watch]) -> None:
+    """Give ranks that have not answered a moment: the cause may be theirs."""
+    begun = time.monotonic()
+    while any(watch.waits() for watch in watches):
+        grace = GRACE_SECONDS if any(not failure.peer_lost for failure in _all_failures(watches)) else PEER_LOST_GRACE_SECONDS
+        if time.monotonic() - begun >= grace:
+            break
+        time.sleep(SETTLE_SECONDS)
+        for watch in watches:
+            watch.look()
+
+
+@contextlib.contextmanager
+def losses_named() -> Iterator[None]:
+    """An error of Ray in the driver, say of a result whose process is gone, becomes the error that names this process."""
     try:
-        os.kill(place.pid, STACK_SIGNAL)
-        time.sleep(STACK_SECONDS)
-        return Path(f"/proc/{place.pid}/fd/{place.stack_fd}").read_text(errors="replace").strip()
-    except OSError as error:
-        return f"(no stack: {error})"
-
-
-def _told_stack(ref: ray.ObjectRef) -> str:
-    """The answer to _ask_stack: a node that is lost gives none, and must not hide what the stacks are asked for."""
-    try:
-        return ray.get(ref)
+        yield
     except RayError as error:
-        return f"(no stack: {error})"
-
-
-def _ask_stack(place: Place) -> ray.ObjectRef:
-    on_node = NodeAffinitySchedulingStrategy(place.node_id, soft=False)
-    return ray.remote(num_cpus=0)(dump_stack).options(scheduling_strategy=on_node).remote(place)
+        watches = list(_watches)
+        for watch in watches:
+            watch.probe()
+        deadline = time.monotonic() + GRACE_SECONDS
+        while any(watch.waits() for watch in watches) and not _all_failures(watches) and time.monotonic() < deadline:
+            time.sleep(SETTLE_SECONDS)
+            for watch in watches:
+                watch.look()
+        raise_first_cause()
+        raise WorkerError(f"Ray failed in the driver: {type(error).__name__}: {error}", role="ray", verb="run") from error

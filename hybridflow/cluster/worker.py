@@ -86,12 +86,12 @@ class RankProcess:
         address = ray.util.get_node_ip_address()
         return Place(runtime.get_node_id(), socket.gethostname(), address, os.getpid(), gpus, free_port(), self.stack_file.fileno())
 
-    def configure(self, rank: int, environment: dict[str, str], log_file: str | None) -> Reply:
+    def configure(self, rank: int, group: str, environment: dict[str, str], log_file: str | None) -> Reply:
         """Set the environment before torch is imported, and send stdout and stderr to the rank's log file.
 
         Nobody waits for it: what goes wrong is told by the next call.
         """
-        self.rank, self.roles, self.collector = rank, {}, Collector()
+        self.rank, self.group, self.roles, self.collector = rank, group, {}, Collector()
         self.failure: Failure | None = None
 
         def set_up() -> None:
@@ -103,12 +103,12 @@ class RankProcess:
             faulthandler.enable()
             logging.getLogger().addHandler(self.collector)
 
-        return self._guarded("worker", "configure", set_up)
+        return self._guarded(group, "configure", set_up)
 
     def initialize(self, context: WorkerContext, timeout_seconds: float) -> Reply:
         """Join the group's torch.distributed world."""
         self.context = context
-        return self._guarded("worker", "initialize", lambda: _join_world(context, timeout_seconds))
+        return self._guarded(self.group, "initialize", lambda: _join_world(context, timeout_seconds))
 
     def build(self, role: str, pickled: bytes) -> Reply:
         """Construct a role from pickled (class, kwargs): unpickled here, so that an import error is told like any other."""
@@ -128,6 +128,10 @@ class RankProcess:
             return transport.pack(result) if keep else None
 
         return self._guarded(role, verb, run)
+
+    def ping(self) -> Reply:
+        """Answered by a process that lives and runs nothing."""
+        return Reply(self.rank)
 
     def _guarded(self, role: str, verb: str, run: Any) -> Reply:
         """Run, or tell once more what went wrong before: what was asked for after a failure is not begun."""

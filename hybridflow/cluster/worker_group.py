@@ -162,14 +162,14 @@ class WorkerGroup:
         for rank, actor in enumerate(self._actors):
             log_file = str(Path(log_dir).absolute() / f"{self.name}-rank{rank}.log") if log_dir else None
             self._watch.log_files[rank] = log_file
-            actor.configure.remote(rank, environments[rank], log_file)
+            actor.configure.remote(rank, self.name, environments[rank], log_file)
 
         def join(rank: int, actor: Any) -> ray.ObjectRef:
             context = WorkerContext(rank, len(places), self.layout, self.generation, self.pool.device, self.pool.node_of)
             # Collectives wait a little longer than the controller, whose report names the silent ranks and their stacks.
             return actor.initialize.remote(context, phase_timeout + 60.0)
 
-        self._everywhere("worker", "initialize", join)
+        self._everywhere(self.name, "initialize", join)
         for role, definition in roles.items():
             pickled = cloudpickle.dumps(definition)
             self._everywhere(role, "__init__", lambda _, actor, role=role, pickled=pickled: actor.build.remote(role, pickled))

@@ -12,6 +12,7 @@ from hybridflow.config import keys
 from hybridflow.config.roles import generates, has_role, model_roles
 from hybridflow.config.schema import Config, ModelConfig
 
+PARTIAL = ".{}.partial"  # a model folder while it is written, beside where it will be; {}: its name
 STATE_FILE = "hybridflow/state.safetensors"  # in a checkpoint: what its run steered from step to step (trainer/state.py)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from hybridflow.config.file_rules import PARTIAL
 from hybridflow.errors import ModelError
 from hybridflow.models.tensor_files import CODES, TensorInfo, TensorStream, describe, stored_dtype
 
@@ -74,7 +75,7 @@ class ModelFolderWriter:
     def __init__(self, path: str, source: str, shapes: Shapes, dtype: torch.dtype, *, file_bytes: int, replace: bool,
                  head: str = "lm") -> None:
         self.path, self.source = Path(path).absolute(), Path(source)
-        self.partial = self.path.with_name(f".{self.path.name}.partial")
+        self.partial = self.path.with_name(PARTIAL.format(self.path.name))
         self.shapes, self.dtype, self.file_bytes, self.replace = shapes, dtype, file_bytes, replace
         self.head = head
         self.failure: str | None = None

@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from hybridflow.config.file_rules import PARTIAL
 from hybridflow.errors import ConfigError, DataError
 
 CRITICS = ("critic", "cost_critic")  # roles whose models are left beside the checkpoint
@@ -113,7 +114,9 @@ class RunFolder:
         self._release()
 
     def fail(self, reason: str) -> None:
-        """Notes a bad end with its reason, and lets go of the folder."""
+        """Notes a bad end with its reason, removes models that are not complete, and lets go of the folder."""
+        for path in self._partial():
+            shutil.rmtree(path, ignore_errors=True)
         try:
             self._update("failed", reason, self.status().step)
         except OSError as error:
@@ -154,8 +157,12 @@ class RunFolder:
         if self._unlock is not None:
             self._unlock()
 
+    def _partial(self) -> list[Path]:
+        """Models that a run was writing when it died."""
+        return [path.with_name(PARTIAL.format(path.name)) for path in (self.checkpoint, *self.critics.values())]
+
     def _clear(self) -> None:
-        for path in (self.rollouts, self.checkpoint, *self.critics.values(), self.logs):
+        for path in (self.rollouts, self.checkpoint, *self.critics.values(), self.logs, *self._partial()):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:

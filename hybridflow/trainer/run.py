@@ -6,7 +6,8 @@ import contextlib
 import signal
 from collections.abc import Iterator
 
-from hybridflow.cluster.bootstrap import Cluster, Job, ending_signal
+from hybridflow.cluster.bootstrap import Cluster, Job, ending_signal, orphaned, signals_wait
+from hybridflow.cluster.watch import losses_named
 from hybridflow.config.load import LoadedConfig
 from hybridflow.errors import ConfigError
 from hybridflow.observe.run_folder import RunFolder
@@ -24,7 +25,7 @@ def run(loaded: LoadedConfig, job: Job) -> RunResult:
             with _recorded(loaded, prepared) as journal:
                 return _train(prepared, cluster, journal)
     prepared = prepare(loaded.config, job.world)
-    with _recorded(loaded, prepared) as journal, job.cluster() as cluster, _noting_failure(journal):
+    with _recorded(loaded, prepared) as journal, job.cluster(status_file=journal.folder.status_file) as cluster, _noting_failure(journal):
         if cluster.world != job.world:
             raise ConfigError(f"the nodes have {cluster.ranks_per_node} ranks, the settings were checked for {job.world}; "
                               "set cluster.ranks_per_node to what every node has")
@@ -46,7 +47,8 @@ def _noting_failure(journal: Journal) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        journal.fail(reason(error))
+        with signals_wait():  # a second Ctrl-C must not leave the run without its end
+            journal.fail(reason(error))
         raise
 
 
@@ -56,7 +58,7 @@ def reason(error: BaseException) -> str:
         return "interrupted (Ctrl-C)"
     number = ending_signal()
     if isinstance(error, SystemExit) and number:
-        return f"ended by {signal.Signals(number).name}"
+        return f"ended by {signal.Signals(number).name}" + (": torchrun was killed" if orphaned() else "")
     return f"{type(error).__name__}: {error}"
 
 
@@ -66,11 +68,10 @@ def _train(prepared: Prepared, cluster: Cluster, journal: Journal) -> RunResult:
     journal.start(f"hybridflow {trainer.name}: {prepared.config.algorithm.name}, {prepared.steps} steps", summary(prepared, cluster))
     for warning in prepared.report.warnings:
         journal.warn(warning)
-    roles = Roles(prepared, cluster)
-    try:
+    with losses_named():
+        roles = Roles(prepared, cluster)
+    with contextlib.closing(roles), losses_named():
         result = Trainer(prepared, roles, journal).run()
-    finally:
-        roles.close()
     journal.finish(result.steps)
     return result
 

@@ -19,6 +19,7 @@ from hybridflow.cluster.worker_group import RoleHandle  # noqa: E402
 from hybridflow.config.layout import Layout  # noqa: E402
 from hybridflow.config.schema import ClusterConfig  # noqa: E402
 from hybridflow.errors import ConfigError, HybridFlowError  # noqa: E402
+from hybridflow.observe.run_folder import RunFolder  # noqa: E402
 from tests.cluster.roles import Faulty, Segment  # noqa: E402
 
 
@@ -41,7 +42,7 @@ def work(mode: str, faulty: RoleHandle | None) -> None:
 def main(mode: str, nodes: int) -> int:
     config = ClusterConfig(device="cpu", ranks_per_node=1 if nodes > 1 else 2, object_store_gib=0.1, start_timeout_seconds=150.0)
     try:
-        with cluster_session(config) as cluster:
+        with cluster_session(config, status_file=RunFolder.create(os.environ["TMPDIR"], "run", True, "").status_file) as cluster:
             assert len(cluster.ranks_per_node) == nodes, cluster
             group, begun = None, time.monotonic()
             if mode not in ("idle", "driver_fails"):

@@ -21,6 +21,7 @@ import ray
 from hybridflow.cluster import guardian
 from hybridflow.cluster.bootstrap import Cluster
 from hybridflow.cluster.pool import ResourcePool
+from hybridflow.observe.run_folder import RunFolder
 
 JOB = str(Path(__file__).with_name("job.py"))
 START_SECONDS = 150.0
@@ -119,8 +120,37 @@ def test_a_killed_driver_takes_everything_along(jobs: Jobs) -> None:
     assert len(list(Path("/dev/shm").glob(f"{jobs.name}*"))) == 2
     time.sleep(2.0)  # the guardian notes shared memory once a second
     process.kill()
-    assert end(process)[0] == -signal.SIGKILL
+    code, text = end(process)
+    assert code == -signal.SIGKILL
     jobs.assert_nothing_left()
+    status = RunFolder.open(Path(jobs.folder, "run")).status()
+    assert status.state == "failed" and "it was killed or crashed" in status.reason
+    assert f"✗ the driver (process {process.pid}) ended without a word" in text
+
+
+@pytest.mark.slow
+def test_a_killed_raylet_is_told_by_the_driver_or_for_it(jobs: Jobs) -> None:
+    """Ray ends the driver as soon as that talks to the raylet; one that only waits has missed the head for a minute."""
+    process = jobs.start(JOB, "stall")
+    until_ready(process)
+    (raylet,) = [pid for pid in jobs.processes() if Path(f"/proc/{pid}/comm").read_text().strip() == "raylet"]
+    os.kill(raylet, signal.SIGKILL)
+    begun = time.monotonic()
+    code, text = end(process)
+    assert code == 1 and time.monotonic() - begun < 90, text
+    assert "ERROR WorkerError: Ray on this node ended" in text and "raylet [exit code=" in text or "Ray's raylet ended" in text, text
+    jobs.assert_nothing_left()
+
+
+def test_last_words_are_written_only_for_a_run_that_did_not_note_its_end(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path, "run", False, "")
+    guardian.last_words(str(run.status_file), os.getpid() + 1, "")
+    assert run.status().state == "running"  # of another driver
+    guardian.last_words(str(run.status_file), os.getpid(), "raylet")
+    assert run.status().state == "failed" and "Ray's raylet ended" in run.status().reason
+    run.finish(3)
+    guardian.last_words(str(run.status_file), os.getpid(), "")
+    assert run.status().state == "finished"
 
 
 def test_a_failing_worker_ends_the_job_with_its_error(jobs: Jobs) -> None:
@@ -130,10 +160,11 @@ def test_a_failing_worker_ends_the_job_with_its_error(jobs: Jobs) -> None:
     jobs.assert_nothing_left(seconds=0.5)
 
 
-def test_sigterm_to_torchrun(jobs: Jobs) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
+def test_a_signal_to_torchrun_ends_everything(jobs: Jobs, number: int) -> None:
     process = jobs.torchrun("--standalone", "--nproc-per-node=1", JOB, "idle")
     until_ready(process)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     code, text = end(process)
     assert code != 0, text
     jobs.assert_nothing_left()

@@ -87,7 +87,7 @@ def test_sigterm_ends_everything(ended_and_interrupted: tuple[Run, Run]) -> None
     run = ended_and_interrupted[0]
     assert run.process.returncode == 128 + signal.SIGTERM
     status = run.folder.status()
-    assert status.state == "failed" and "SIGTERM" in status.reason
+    assert status.state == "failed" and status.reason == "ended by SIGTERM" and "\n✗ ended by SIGTERM" in run.text()
 
 
 def test_ctrl_c_in_a_step_ends_everything(ended_and_interrupted: tuple[Run, Run]) -> None:
@@ -95,6 +95,7 @@ def test_ctrl_c_in_a_step_ends_everything(ended_and_interrupted: tuple[Run, Run]
     assert run.process.returncode != 0
     status = run.folder.status()
     assert status.state == "failed" and ("Ctrl-C" in status.reason or "SIGTERM" in status.reason)
+    assert f"✗ {status.reason}" in run.text()
 
 
 def until(run: Run, reached: Callable[[], bool], seconds: float = RUN_SECONDS) -> None:

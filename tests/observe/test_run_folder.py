@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from hybridflow.config.file_rules import PARTIAL
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.observe.run_folder import RunFolder, write_atomic
 
@@ -46,7 +47,10 @@ def test_life_of_a_status(tmp_path):
     assert (run.status().state, run.status().step, run.status().reason) == ("finished", 4, "")
     failed = make(tmp_path, name="second")
     failed.progress(2)
+    partial = failed.root / PARTIAL.format("checkpoint")
+    partial.mkdir()
     failed.fail("NumericsError: loss is NaN")
+    assert not partial.exists()
     status = RunFolder.open(failed.root).status()
     assert (status.state, status.step, status.reason) == ("failed", 2, "NumericsError: loss is NaN")
     assert status.updated >= status.started > 0
