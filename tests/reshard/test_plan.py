@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from hybridflow.config.layout import Layout
 from hybridflow.errors import ReshardError
 from hybridflow.models.shards import Box, Piece, ShardParameter
-from hybridflow.reshard.buckets import cut_box, make_buckets
+from hybridflow.reshard.buckets import Bucket, cut_box, longest_stream, make_buckets, peers
 from hybridflow.reshard.grouping import generation_layout
 from hybridflow.reshard.plan import Move, RankPlan, Traffic, plan
 from tests.reshard.random_layouts import Case, Shard, blank, cases, expected, fill, random_logical
@@ -43,6 +45,15 @@ def test_any_two_layouts(case: Case) -> None:
         near = sum(m.elements for source, moves in own.receives.items() for m in moves if case.node_of[source] == case.node_of[own.rank])
         assert whole.traffic(own.rank) == Traffic(sum(m.elements for m in own.local), near, lacking - near)
         check_same_node_first(case, own)
+        check_travelling(own)
+
+
+def check_travelling(own: RankPlan) -> None:
+    """The moves of one tensor alone: in their order, and no stream without any."""
+    some = own.travelling(lambda move: move.tensor == "tensor0")
+    for streams, kept in ((own.sends, some.sends), (own.receives, some.receives)):
+        wanted = {rank: [move for move in moves if move.tensor == "tensor0"] for rank, moves in streams.items()}
+        assert kept == {rank: moves for rank, moves in wanted.items() if moves}
 
 
 def check_values(case: Case, plans: list[RankPlan]) -> None:
@@ -115,6 +126,24 @@ def test_buckets_of_both_ends_match_for_any_size(case: Case) -> None:
         for own, list_of in zip(plans, buckets):
             assert sum(b.send.elements for b in list_of) == elements(own.sends)
             assert sum(b.receive.elements for b in list_of) == elements(own.receives)
+            streams = [sum(splits) for half in ("send", "receive") for splits in zip(*(getattr(b, half).splits for b in list_of))]
+            assert peers(own) == sum(map(bool, streams)) and longest_stream(own) == max(streams, default=0)
+            assert bool(list_of) == bool(peers(own))
+            check_slots(case, own.rank, list_of, limit)
+
+
+def check_slots(case: Case, rank: int, buckets: list[Bucket], limit: int) -> None:
+    """In each bucket the slots fill the buffer without a gap; no bucket could have taken the next region of a lone stream as well."""
+    for bucket in buckets:
+        for half, shard in ((bucket.send, case.sources[rank]), (bucket.receive, case.targets[rank])):
+            assert [slot.offset for slot in half.slots] == [sum(s.box.size for s in half.slots[:i]) for i in range(len(half.slots))]
+            assert half.elements == sum(slot.box.size for slot in half.slots)
+            assert all(all(b <= n for b, n in zip(slot.box.stop, shard[slot.name].shape)) for slot in half.slots)
+    for half in ("send", "receive"):
+        for peer in range(len(case.sources)):
+            sizes = [n for b in buckets if (n := getattr(b, half).splits[peer])]
+            assert limit > 1 or set(sizes) <= {1}
+            assert limit < 1000 or len(sizes) <= 1
 
 
 def test_cut_box_covers_without_overlap() -> None:
@@ -166,6 +195,31 @@ def test_few_takers_draw_from_all_holders() -> None:
     sources, targets = [whole] * 4 + [{}], [{}] * 4 + [whole]
     own = plan(sources, targets, node_of=[0, 0, 1, 1, 2]).rank(4)
     assert {source: len(moves) for source, moves in own.receives.items()} == {0: 1, 1: 1, 2: 1, 3: 1}
+
+
+@settings(max_examples=200, deadline=None)
+@given(holders=st.lists(st.integers(0, 2), min_size=1, max_size=5), takers=st.lists(st.integers(0, 2), min_size=1, max_size=6))
+def test_takers_of_one_region_go_round_over_its_holders(holders: list[int], takers: list[int]) -> None:
+    """Those of a node over the holders there, all that have none there over all holders: none serves more than one taker above another."""
+    whole = {"w": _matrix("w", 4, 1, 0)}
+    sources, targets = [whole] * len(holders) + [{}] * len(takers), [{}] * len(holders) + [whole] * len(takers)
+    layouts = plan(sources, targets, node_of=[*holders, *takers])
+    served = {node: Counter() for node in (*range(3), None)}
+    for rank, node in enumerate(takers, start=len(holders)):
+        served[node if node in holders else None].update(layouts.rank(rank).receives.keys())
+    for node, counts in served.items():
+        shares = [counts[rank] for rank, place in enumerate(holders) if node in (place, None)]
+        assert not shares or max(shares) - min(shares) <= 1
+
+
+@pytest.mark.parametrize(("holders", "parts"), [(1, 4), (2, 4), (3, 4), (4, 2)])
+def test_takers_of_different_parts_go_round_over_the_holders(holders: int, parts: int) -> None:
+    """Replicas that each hold everything, and a separate pool whose ranks need a part each."""
+    whole = {"w": _matrix("w", 8, 1, 0)}
+    targets = [{}] * holders + [{"w": _matrix("w", 8, parts, part)} for part in range(parts)]
+    layouts = plan([whole] * holders + [{}] * parts, targets, node_of=[0] * holders + [1] * parts)
+    shares = [len(layouts.rank(rank).sends) for rank in range(holders)]
+    assert sum(shares) == parts and max(shares) - min(shares) <= 1
 
 
 def test_missing_tensors_are_all_listed() -> None:
