@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,7 +12,7 @@ from hybridflow.config.layout import GenerationLayout, Layout
 from hybridflow.errors import ReshardError
 from hybridflow.models.weight_map import WeightMap, weight_map
 from hybridflow.network import free_port
-from hybridflow.reshard.execute import Resharder, TransferReport
+from hybridflow.reshard.execute import PIPELINED, Resharder, TransferReport
 from hybridflow.reshard.grouping import generation_layout
 from hybridflow.reshard.hybrid import hybrid_plan, pool_plan
 from hybridflow.reshard.plan import plan
@@ -82,7 +80,7 @@ def test_models_are_bit_exact(eight: RankPool, family: str, tied: bool, layout: 
     weights = tiny_weights(family, tied)
     for tp_g, bucket_bytes in ((1, 4 << 10), (2, 64 << 10), (4, 256 << 20)):
         for report in eight.run(move_model, weights, layout, tp_g, bucket_bytes, torch.bfloat16):
-            assert report.buffer_bytes <= bucket_bytes
+            assert 0 < report.buffer_bytes <= bucket_bytes
             assert report.bytes_local > 0
             assert report.buckets > 1 or bucket_bytes > 64 << 10
 
@@ -124,7 +122,7 @@ def test_one_rank_moves_nothing_between_ranks() -> None:
     source, target = fill(shards[0], logical), blank(shards[1])
     resharder = Resharder(hybrid_plan(weights, layout, generation_layout(layout, 1), node_of=[0]), 0, source, target, None, 1 << 20)
     report = resharder.run()
-    assert (report.bytes_received, report.buckets) == (0, 0)
+    assert (report.bytes_received, report.bytes_sent, report.buckets, report.buffer_bytes) == (0, 0, 0, 0)
     assert report.bytes_local == 4 * sum(p.box.size for parameter in shards[1].values() for p in parameter.pieces)
     assert all(torch.equal(target[name], wanted) for name, wanted in expected(shards[1], logical).items())
 
@@ -143,14 +141,30 @@ def test_replaced_storage_is_noticed() -> None:
     assert all(torch.equal(target[name], wanted) for name, wanted in expected(weights.vllm(1, 0), other).items())
 
 
-def other_model_on_rank_one(case: Case) -> str:
-    """On a rank: rank 1 believes in another model than the rest."""
+def long_stream(size: int) -> TransferReport:
+    """On a rank: a matrix of which two training ranks hold `size` bytes each becomes whole on both."""
+    from tests.reshard.test_plan import _matrix
+
+    rows = 2 * size // 8
+    halves, whole = [{"w": _matrix("w", rows, 2, part)} for part in (0, 1)], {"w": _matrix("w", rows, 1, 0)}
+    return move_case(Case({"w": (rows, 2)}, [*halves, {}, {}], [whole, whole, {}, {}], [0] * 4), 256 << 20, torch.float32, torch.float32)
+
+
+@pytest.mark.parametrize(("mib", "buckets"), [(16, PIPELINED), (3, 3)])
+def test_a_transfer_that_fits_one_bucket_is_cut_all_the_same(four: RankPool, mib: int, buckets: int) -> None:
+    """Into PIPELINED parts, or fewer where they would be less than LEAST_BYTES each. Both buffers of both directions are counted."""
+    for rank, report in enumerate(four.run(long_stream, mib << 20)):
+        assert report.buckets == buckets
+        assert report.buffer_bytes == (4 * (mib << 20) // buckets if rank < 2 else 0)
+
+
+def disagreeing(case: Case, other: Case, dtype: torch.dtype) -> str:
+    """On a rank: rank 1 believes in another case and dtype than the rest."""
     rank = dist.get_rank()
-    if rank == 1:
-        case = replace(case, logical={"w": (6, 2)}, sources=_rows(6), targets=_rows(6)[::-1])
+    case, dtype = (other, dtype) if rank == 1 else (case, torch.float32)
     layouts = plan(case.sources, case.targets, node_of=case.node_of)
     try:
-        Resharder(layouts, rank, fill(case.sources[rank], random_logical(case.logical)), blank(case.targets[rank]), None, 64)
+        Resharder(layouts, rank, fill(case.sources[rank], random_logical(case.logical), dtype), blank(case.targets[rank], dtype), None, 64)
     except ReshardError as error:
         return str(error)
     return ""
@@ -162,10 +176,15 @@ def _rows(rows: int) -> list[dict]:
     return [{"w": _matrix("w", rows, 2, part % 2)} for part in range(4)]
 
 
-def test_ranks_with_different_models_fail_together(four: RankPool) -> None:
-    case = Case({"w": (4, 2)}, _rows(4), _rows(4)[::-1], [0, 0, 0, 0])
-    messages = four.run(other_model_on_rank_one, case)
+def test_ranks_that_disagree_fail_together(four: RankPool) -> None:
+    case, other = (Case({"w": (rows, 2)}, _rows(rows), _rows(rows)[::-1], [0, 0, 0, 0]) for rows in (4, 6))
+    messages = four.run(disagreeing, case, other, torch.float32)
+    sender = next(iter(plan(case.sources, case.targets, node_of=case.node_of).rank(1).receives))
+    assert f"ranks [{sender}] plan to send this rank other amounts" in messages[1], messages
     assert all("differ" in message for message in messages), messages
+    for message in four.run(disagreeing, case, case, torch.bfloat16):
+        assert message.startswith("the ranks transfer different dtypes (this rank: torch.")
+    assert four.run(disagreeing, case, case, torch.float32) == [""] * 4
 
 
 def test_tensors_that_are_not_of_the_plan_are_named() -> None:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import re
+
+import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 
 from hybridflow.config.layout import Layout
+from hybridflow.errors import WeightsDifferError
 from hybridflow.models.tensor_files import KEPT_FLOAT32
 from hybridflow.models.weight_map import WeightMap
 from hybridflow.reshard.execute import Resharder
 from hybridflow.reshard.grouping import generation_layout
 from hybridflow.reshard.hybrid import hybrid_plan
-from hybridflow.reshard.verify import checksum, differing
+from hybridflow.reshard.ledger import Ledger
+from hybridflow.reshard.verify import CHUNK, checksum, differing, transfer
 from tests.ranks import RankPool
 from tests.reshard.random_layouts import blank, expected, fill, random_logical
 from tests.reshard.test_execute import tiny_weights
@@ -57,6 +63,41 @@ def test_every_rank_learns_which_tensor_differs(four: RankPool) -> None:
     assert len(padding) == 1 and padding[0].startswith("model.embed_tokens.weight of rank 0") and "padding" in padding[0]
 
 
+def corrupted_transfers(weights: WeightMap) -> list[str]:
+    """On a rank: the errors of transfer() without and with checksums after which rank 2 has two wrong weights, and of a sound one."""
+    rank, generation = dist.get_rank(), generation_layout(LAYOUT, TP_G)
+    source = fill(weights.megatron(LAYOUT, rank), random_logical(weights.logical), torch.bfloat16)
+    target = blank(weights.vllm(TP_G, generation.position(rank)[1]), torch.bfloat16)
+    resharder = Resharder(hybrid_plan(weights, LAYOUT, generation, node_of=[0] * 4), rank, source, target, None, 8 << 10)
+    run, ledger = resharder.pipeline.run, Ledger({"reshard": 60.0}, lambda: 0)
+
+    def damaging(*arguments: object) -> None:
+        run(*arguments)
+        target[NAME][0, :] += 1
+        target["model.norm.weight"] += 1
+
+    def error(checksum: bool) -> str:
+        try:
+            report = transfer(resharder, ledger, 7, checksum=checksum)
+        except WeightsDifferError as raised:
+            return str(raised)
+        assert report.buckets == len(resharder.buckets) and [record.name for record in ledger.records] == ["reshard"]
+        return ""
+
+    resharder.pipeline.run = damaging if rank == 2 else run
+    found = [error(False), error(True)]
+    resharder.pipeline.run = run
+    return [*found, error(True)]
+
+
+def test_a_wrong_weight_ends_the_sync_on_every_rank_if_checksums_are_on(four: RankPool) -> None:
+    results = four.run(corrupted_transfers, tiny_weights("llama", tied=True))
+    assert all(result == results[0] for result in results)
+    unseen, text, sound = results[0]
+    assert unseen == sound == ""
+    assert text.startswith("sync to version 7: ") and re.search(r"of rank 2 at \[.*\) and 2 regions more$", text), text
+
+
 def sync_float32_bias(weights: WeightMap) -> tuple[list[str], list[str], list[str], list[str]]:
     """On a rank of a bfloat16 model: float32 tensors that came from other ranks, those of the target that are not the source's to the
     bit, and differing() before and after rank 0 flipped the last bit of one that came."""
@@ -82,6 +123,15 @@ def test_a_float32_tensor_of_a_bfloat16_model_arrives_to_the_bit(four: RankPool)
     for came, wrong, clean, flipped in four.run(sync_float32_bias, tiny_weights("deepseek_v3", tied=False)):
         assert came and wrong == clean == []
         assert len(flipped) == 1 and KEPT_FLOAT32 in flipped[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.float8_e4m3fn])
+def test_a_checksum_is_the_weighted_sum_of_the_bit_patterns(dtype: torch.dtype) -> None:
+    """Over more elements than are summed at a time: place i counts 2 i + 1 times, modulo 2^64."""
+    values = torch.randn(CHUNK + 5, generator=torch.Generator().manual_seed(0)).to(dtype)
+    bits = values.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]).numpy().astype(np.int64)
+    wanted = (bits * (2 * np.arange(len(bits)) + 1)).sum()  # numpy wraps around as torch does
+    assert int(checksum(values, dtype)) == int(wanted)
 
 
 def test_checksums_see_every_element_and_its_place() -> None:
