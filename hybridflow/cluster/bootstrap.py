@@ -12,7 +12,6 @@ rank 0 is the driver), plain `python` on one machine, or a cluster that exists a
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import os
 import secrets
@@ -29,6 +28,7 @@ import ray
 
 from hybridflow.cluster.access import job_token
 from hybridflow.cluster.failure import exit_code
+from hybridflow.cluster.guardian import end_with_parent
 from hybridflow.cluster.liveness import Heartbeat, Liveness
 from hybridflow.cluster.node import RayNode
 from hybridflow.cluster.pool import ResourcePool
@@ -43,7 +43,6 @@ logger = logging.getLogger(__name__)
 PATIENCE_SECONDS = 20.0  # the driver waits so long for the other processes to end Ray on their nodes and read its exit code
 HASTE_SECONDS = 4.0  # the same when the job failed: some may be gone
 DISCONNECT_SECONDS = 60.0  # Ray gets to let go of this process; a part of it that hangs is then killed
-PR_SET_PDEATHSIG = 1
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 _ended_by: list[int] = []
 _torchrun: list[int] = []  # process id of the agent that started this process
@@ -275,7 +274,7 @@ def orphaned() -> bool:
 def _end_with_torchrun() -> None:
     """SIGTERM for this process when its agent dies: nobody else would end the job, or hear how it ends."""
     _torchrun[:] = [os.getppid()]
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    end_with_parent()
 
 
 def _raise_exit(number: int, _: object) -> None:

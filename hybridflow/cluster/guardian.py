@@ -31,6 +31,12 @@ DYING_SECONDS = 1.0
 FOLLOW_SECONDS = 120.0  # a parent connected to Ray follows it at once, or when it has missed the head for a minute
 UP = "ray_current_cluster"  # in the folder: Ray writes it on every node, as its last step of starting
 SHARED_MEMORY = "/dev/shm/"
+SYSTEM = ctypes.CDLL(None)
+
+
+def end_with_parent() -> None:
+    """SIGTERM for this process when the one that started it dies (prctl(2))."""
+    SYSTEM.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 def descendants(root: int) -> list[int]:
@@ -167,8 +173,7 @@ def watch(ray: subprocess.Popen, parent: int) -> tuple[bool, set[str]]:
 
 def main() -> int:
     command, folder, parent, status = json.loads(sys.argv[1])
-    system = ctypes.CDLL(None)
-    system.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    SYSTEM.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -177,8 +182,7 @@ def main() -> int:
     try:
         with open(os.path.join(folder, "ray_start.log"), "wb") as log:
             # Ray's command ends what it started at SIGTERM, which it gets if even the guardian is killed.
-            ray = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                                   preexec_fn=lambda: system.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0))
+            ray = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=end_with_parent)
         ended, seen = watch(ray, parent)
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -244,10 +244,17 @@ def _all_failures(watches: Sequence[Watch]) -> list[Failure]:
 def _settle(watches: Sequence[Watch]) -> None:
     """Give ranks that have not answered a moment: the cause may be theirs."""
     begun = time.monotonic()
-    while any(watch.waits() for watch in watches):
+
+    def in_grace() -> bool:
         grace = GRACE_SECONDS if any(not failure.peer_lost for failure in _all_failures(watches)) else PEER_LOST_GRACE_SECONDS
-        if time.monotonic() - begun >= grace:
-            break
+        return time.monotonic() - begun < grace
+
+    _look_while(in_grace, watches)
+
+
+def _look_while(goes_on: Callable[[], bool], watches: Sequence[Watch]) -> None:
+    """Take in answers while a rank has still to give one and `goes_on`."""
+    while any(watch.waits() for watch in watches) and goes_on():
         time.sleep(SETTLE_SECONDS)
         for watch in watches:
             watch.look()
@@ -263,9 +270,6 @@ def losses_named() -> Iterator[None]:
         for watch in watches:
             watch.probe()
         deadline = time.monotonic() + GRACE_SECONDS
-        while any(watch.waits() for watch in watches) and not _all_failures(watches) and time.monotonic() < deadline:
-            time.sleep(SETTLE_SECONDS)
-            for watch in watches:
-                watch.look()
+        _look_while(lambda: not _all_failures(watches) and time.monotonic() < deadline, watches)
         raise_first_cause()
         raise WorkerError(f"Ray failed in the driver: {type(error).__name__}: {error}", role="ray", verb="run") from error
